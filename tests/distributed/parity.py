@@ -1,0 +1,124 @@
+"""The property that most distributed tests assert: every layout gives one process's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, distribute_tensor
+
+import dmuon
+
+LR = 0.02
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One parameter of a test: its global shape and how it is laid out.
+
+    `mesh` is the shape of the device mesh; None is a plain tensor, replicated if the optimizer has
+    a process group. `options` go to its parameter group.
+    """
+
+    shape: tuple[int, ...]
+    mesh: tuple[int, ...] | None = None
+    placements: tuple[Placement, ...] = ()
+    dtype: torch.dtype = torch.float32
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank saw; `weights` are whole parameters."""
+
+    weights: list[Tensor]
+    errors: list[float]
+    ns_matrices: int
+    num_matrices: int
+    bytes_sent: int
+    planned_bytes: int
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The whole tensor, on every rank."""
+    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def meshes_of(specs: Sequence[Spec]) -> dict[tuple[int, ...], DeviceMesh]:
+    """One mesh per shape, over the first ranks."""
+    shapes = dict.fromkeys(spec.mesh for spec in specs if spec.mesh is not None)
+    return {shape: init_device_mesh("cpu", shape) for shape in shapes}
+
+
+def seeded(shape: tuple[int, ...], *key: int) -> Tensor:
+    """Random float32 values that depend on `key` alone."""
+    generator = torch.Generator().manual_seed(hash(key) % 2**31)
+    return torch.randn(shape, generator=generator)
+
+
+def run_parity(
+    specs: Sequence[Spec], *, steps: int = 3, muon: Mapping[str, Any] | None = None
+) -> Outcome:
+    """Train the same parameters laid out as `specs` say and whole; compare.
+
+    Runs on every rank of the default group.
+    """
+    meshes = meshes_of(specs)
+
+    def lay_out(full: Tensor, spec: Spec) -> Tensor:
+        if spec.mesh is None:
+            return full.clone()
+        return distribute_tensor(full.clone(), meshes[spec.mesh], spec.placements)
+
+    muon = dict(muon or {})
+    local_only = {
+        key: value for key, value in muon.items() if key not in ("process_group", "shard_state")
+    }
+    if muon.get("process_group") == "world":
+        muon["process_group"] = dist.group.WORLD
+    initial = [seeded(spec.shape, i).to(spec.dtype) for i, spec in enumerate(specs)]
+    sharded = [nn.Parameter(lay_out(w, s)) for w, s in zip(initial, specs, strict=True)]
+    whole = [nn.Parameter(w.clone()) for w in initial]
+    optimizer = dmuon.Muon(_groups(sharded, specs), lr=LR, **muon)
+    reference = dmuon.Muon(_groups(whole, specs), lr=LR, **local_only)
+    for step in range(steps):
+        for i, (spec, p, w) in enumerate(zip(specs, sharded, whole, strict=True)):
+            grad = seeded(spec.shape, 1000 + step, i).to(spec.dtype)
+            p.grad, w.grad = lay_out(grad, spec), grad.clone()
+        optimizer.step()
+        reference.step()
+    weights = [full_tensor(p) for p in sharded]
+    report = optimizer.report()
+    return Outcome(
+        weights=weights,
+        errors=[
+            (a.float() - b.detach().float()).abs().max().item() if a.numel() else 0.0
+            for a, b in zip(weights, whole, strict=True)
+        ],
+        ns_matrices=optimizer.stats.ns_matrices,
+        num_matrices=reference.stats.ns_matrices,
+        bytes_sent=optimizer.stats.bytes_sent,
+        planned_bytes=report.bytes_sent.get(dist.get_rank(), 0),
+    )
+
+
+def _groups(params: Sequence[Tensor], specs: Sequence[Spec]) -> list[dict[str, Any]]:
+    return [
+        {"params": [(f"p{i}", p)], **spec.options}
+        for i, (p, spec) in enumerate(zip(params, specs, strict=True))
+    ]
+
+
+def check(outcomes: Sequence[Outcome], *, tolerance: float = 1e-5) -> None:
+    """Assert the property over what all ranks returned."""
+    for rank, outcome in enumerate(outcomes):
+        assert max(outcome.errors) <= tolerance * LR, (rank, outcome.errors)
+        assert outcome.bytes_sent == outcome.planned_bytes
+        for mine, first in zip(outcome.weights, outcomes[0].weights, strict=True):
+            assert torch.equal(mine, first), "replicas differ"
+    assert sum(o.ns_matrices for o in outcomes) == outcomes[0].num_matrices
