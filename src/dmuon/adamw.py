@@ -32,7 +32,7 @@ def adamw_(
     beta1, beta2 = group["betas"]
     adamw(
         list(params),
-        list(grads),
+        [g.to(state["exp_avg"].dtype) for g, state in zip(grads, states, strict=True)],
         [state["exp_avg"] for state in states],
         [state["exp_avg_sq"] for state in states],
         [],

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from dmuon.plan import Bucket, Domain, Leg, Plan, Route
 
@@ -76,12 +77,12 @@ class Exchange:
     def prepare(self, plan: Plan, devices: dict[Domain, torch.device]) -> None:
         """Make a group for every domain and check that its ranks have the same plan.
 
-        Collective: all ranks of each domain, in the plan's order of domains.
+        Collective: all ranks of each domain, largest first.
 
         Raises:
             RuntimeError: On all ranks, if any two plans differ; names the first parameter.
         """
-        for domain in plan.domains:
+        for domain in sorted(devices, key=lambda ranks: (-len(ranks), ranks)):
             if len(domain) > 1:
                 self._group(domain)
                 self._check_fingerprint(plan, domain, devices[domain])
@@ -97,6 +98,17 @@ class Exchange:
             group = self._group(domain)
             work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group, async_op=True)
         return Agreement(tensor, work)
+
+    def first_of(self, domain: Domain, text: str | None) -> str | None:
+        """Return what the lowest rank of a domain says that says anything.
+
+        Collective: all ranks of the domain.
+        """
+        texts = [text]
+        if len(domain) > 1:
+            texts = [None] * len(domain)
+            dist.all_gather_object(texts, text, group=self._group(domain))
+        return next((text for text in texts if text is not None), None)
 
     def launch(
         self, bucket: Bucket, route: Route, pieces: Sequence[Tensor], device: torch.device
@@ -148,6 +160,22 @@ class Exchange:
         plans: list[dict[str, str]] = [{} for _ in domain]
         dist.all_gather_object(plans, plan.describe(domain), group=group)
         raise RuntimeError(_difference(dict(zip(domain, plans, strict=True))))
+
+
+def reduced_grad(param: Tensor) -> Tensor:
+    """The gradient of a parameter, in the parameter's layout.
+
+    Tensor parallelism may leave a gradient `Partial`; it is reduced here.
+    """
+    grad = param.grad
+    assert grad is not None
+    if (
+        isinstance(param, DTensor)
+        and isinstance(grad, DTensor)
+        and grad.placements != param.placements
+    ):
+        return grad.redistribute(placements=param.placements)
+    return grad
 
 
 def _pack(pieces: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -83,26 +86,79 @@ def check_hyperparameters(values: Mapping[str, Any], where: str) -> None:
         raise ValueError(f"{where}: a Tensor lr must have one element, got {lr.numel()}")
     for key in ("lr", "weight_decay", "eps"):
         # A Tensor on an accelerator is not read: that would wait for the device.
-        if not isinstance(values[key], Tensor) and not values[key] >= 0:
-            raise ValueError(f"{where}: {key} must be >= 0, got {values[key]}")
-    if not 0 <= values["momentum"] < 1:
-        raise ValueError(f"{where}: momentum must be in [0, 1), got {values['momentum']}")
+        if not isinstance(values[key], Tensor) and not _in_range(values[key], math.inf):
+            raise ValueError(f"{where}: {key} must be a number >= 0, got {values[key]!r}")
+    if not _in_range(values["momentum"], 1):
+        raise ValueError(f"{where}: momentum must be in [0, 1), got {values['momentum']!r}")
     betas = values["betas"]
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"{where}: betas must be two numbers in [0, 1), got {betas}")
-    dtype = values["ns_dtype"]
+    if not isinstance(betas, Sequence) or [_in_range(beta, 1) for beta in betas] != [True, True]:
+        raise ValueError(f"{where}: betas must be two numbers in [0, 1), got {betas!r}")
+    if not callable(values["adjust_lr_fn"]):  # a function is asked about real shapes only
+        with _at(where):
+            lr_scale(values["adjust_lr_fn"], (1, 1))
+    _check_orthogonalization(values, where)
+
+
+def _check_orthogonalization(values: Mapping[str, Any], where: str) -> None:
+    dtype, steps = values["ns_dtype"], values["ns_steps"]
+    coefficients = values["ns_coefficients"]
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"{where}: ns_dtype must be a floating-point dtype, got {dtype!r}")
-    lr_scale(values["adjust_lr_fn"], (1, 1))
-    resolve_coefficients(values["ns_coefficients"], values["ns_steps"])
+    if steps is not None and not isinstance(steps, int):
+        raise ValueError(f"{where}: ns_steps must be an integer, got {steps!r}")
+    if not isinstance(coefficients, (str, Sequence)):
+        raise ValueError(
+            f"{where}: ns_coefficients must be a name, one (a, b, c) or one per step, got "
+            f"{coefficients!r}"
+        )
+    with _at(where):
+        resolve_coefficients(coefficients, steps)
+
+
+@contextlib.contextmanager
+def _at(where: str) -> Iterator[None]:
+    """Say where a bad value was found."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _in_range(value: object, stop: float) -> bool:
+    return isinstance(value, Real) and 0 <= float(value) < stop
 
 
 def param_names(group: Mapping[str, Any], number: int) -> list[str]:
-    """Name of each parameter of a group: its own when it was given, else its position."""
+    """Name of each parameter of a group: its own when it was given, else its position.
+
+    Raises:
+        ValueError: Parameters were replaced by a different number of them.
+    """
     names = group.get("param_names")
     if names is not None:
+        if len(names) != len(group["params"]):
+            raise ValueError(
+                f"parameter group {number} has {len(group['params'])} parameters but {len(names)} "
+                "param_names; replace both together, or use add_param_group"
+            )
         return list(names)
     return [f"param_groups[{number}]['params'][{i}]" for i in range(len(group["params"]))]
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Check that every parameter has a name of its own: plans and errors know it by that.
+
+    Raises:
+        ValueError: Two parameters have the same name.
+    """
+    seen = set()
+    for name in names:
+        if name in seen:
+            raise ValueError(
+                f"{name}: two parameters have this name; make the names differ (for two models, "
+                "put a prefix before each model's)"
+            )
+        seen.add(name)
 
 
 def check_params(group: dict[str, Any], names: Iterable[str]) -> None:

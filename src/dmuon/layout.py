@@ -73,6 +73,16 @@ class Layout:
                 index = index * size + position
         return index
 
+    def copies(self, rank: int) -> tuple[int, ...]:
+        """Ranks that store the same shard as `rank`, itself included; one per replica."""
+        mine = self._shard_coordinate(rank)
+        same = [other for other in self.ranks if self._shard_coordinate(other) == mine]
+        return tuple(sorted(same, key=self.replica))
+
+    def _shard_coordinate(self, rank: int) -> tuple[int, ...]:
+        axes = zip(self.coordinate(rank), self.placements, strict=True)
+        return tuple(position for position, placement in axes if placement is not None)
+
     @property
     def num_replicas(self) -> int:
         """How many ranks store each element."""
@@ -246,7 +256,8 @@ def read_layout(fqn: str, tensor: Tensor, process_group: dist.ProcessGroup | Non
         tuple(mesh.mesh.flatten().tolist()),
         tuple(_read_placement(fqn, tensor, axis) for axis in range(mesh.ndim)),
     )
-    expected, found = layout.local_shape(dist.get_rank()), tuple(tensor.to_local().shape)
+    rank, found = dist.get_rank(), tuple(tensor.to_local().shape)
+    expected = layout.local_shape(rank) if rank in layout.ranks else found
     if expected != found:
         raise ValueError(
             f"{fqn}: placements {tensor.placements} on a mesh of shape {tuple(mesh.shape)} imply "
@@ -263,7 +274,7 @@ def _read_placement(fqn: str, tensor: DTensor, axis: int) -> Sharding | None:
     dim = getattr(placement, "dim", None)
     if dim is None or placement.is_partial():
         raise ValueError(
-            f"{fqn}: placement {placement} on mesh axis {axis} cannot be optimized; parameters "
+            f"{fqn}: placement {placement!r} on mesh axis {axis} cannot be optimized; parameters "
             "must be Shard or Replicate on every axis (redistribute it first)"
         )
     return Sharding(dim % tensor.ndim, int(getattr(placement, "split_factor", 1)))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -13,30 +14,35 @@ from torch.distributed.tensor import DTensor, Shard, zeros
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from dmuon import adamw
+from dmuon.checkpoint import Fitted, fit_state_dict, pack_group
 from dmuon.exchange import Exchange
 from dmuon.groups import (
     ROUTING_DEFAULTS,
     check_hyperparameters,
+    check_names,
     check_params,
     normalize_group,
     param_names,
 )
 from dmuon.parameters import (
+    AdamWParam,
     MuonParam,
     NamedParam,
     PlannedParams,
+    first_nonfinite,
+    job_of,
     local,
-    local_grad,
     signature,
 )
 from dmuon.pipeline import Life, StepStats, bucket_life, drive, once
 from dmuon.plan import build_plan
 from dmuon.report import Report, build_report
-from dmuon.update import AdjustLr
+from dmuon.update import AdjustLr, refresh_, store_
 
 Coefficients = tuple[float, float, float] | str | Sequence[tuple[float, float, float]]
 
 _MIB = 2**20
+_NONFINITE = ("propagate", "skip", "raise")
 
 
 class Muon(Optimizer):
@@ -91,11 +97,23 @@ class Muon(Optimizer):
             tensor belongs to this rank alone.
         shard_state: Keep the momentum of such replicated tensors once in the job, as a DTensor
             sharded over `process_group` (ZeRO-1).
+        master_weights: Keep a float32 copy (`master_weight`) of every bfloat16 or float16
+            parameter, and its state in float32: the parameter is then the rounded copy of what
+            float32 training would give. An element that was changed from outside since the last
+            step (a loaded model, clipped weights) is taken from the parameter.
+        repeat_ns: Orthogonalize once per replica (HSDP, DDP) instead of once in the whole job:
+            nothing then moves between replicas. For replicas joined by a slow network.
         bucket_cap_mb: Bound on the mebibytes that one owner receives in one exchange, and so on
             scratch memory; a larger matrix travels alone.
+        nonfinite: What `step` does about an infinite or NaN gradient: "propagate" it, into that
+            parameter alone; or "skip" the step, or "raise", on all ranks and with weights, state
+            and step counts untouched. The last two wait for the device, and every rank of the
+            default process group must then call `step` if any parameter lies on several ranks.
 
     Attributes:
+        process_group: As given.
         stats: What this rank did in the last step.
+        skipped_steps: Steps left out by `nonfinite="skip"` since this object was made.
 
     Raises:
         ValueError: A hyperparameter is unknown or out of range, or a parameter of a Muon group is
@@ -120,7 +138,10 @@ class Muon(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         process_group: dist.ProcessGroup | None = None,
         shard_state: bool = False,
+        master_weights: bool = False,
+        repeat_ns: bool = False,
         bucket_cap_mb: float = 64.0,
+        nonfinite: Literal["propagate", "skip", "raise"] = "propagate",
     ) -> None:
         defaults = {
             "lr": lr,
@@ -140,16 +161,24 @@ class Muon(Optimizer):
             raise ValueError("shard_state=True needs the process_group of the replicated tensors")
         if not bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb must be > 0, got {bucket_cap_mb}")
-        self._process_group = process_group
+        if nonfinite not in _NONFINITE:
+            raise ValueError(f"nonfinite must be one of {_NONFINITE}, got {nonfinite!r}")
+        self.process_group = process_group
+        self._nonfinite = nonfinite
         self._shard_state = shard_state
+        self._master_weights = master_weights
+        self._repeat_ns = repeat_ns
         self._bucket_bytes = int(bucket_cap_mb * _MIB)
         self._exchange = Exchange()
         self._planned: PlannedParams | None = None
         self.stats = StepStats()
+        self.skipped_steps = 0
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, at any time.
+
+        A group without parameters is left out: distributed checkpoints cannot describe it.
 
         Args:
             param_group: As in the constructor.
@@ -158,12 +187,18 @@ class Muon(Optimizer):
             ValueError: As in the constructor; the optimizer is then unchanged.
         """
         number = len(self.param_groups)
-        super().add_param_group(normalize_group(param_group, self.defaults, number))
+        normalized = normalize_group(param_group, self.defaults, number)
+        if not isinstance(normalized["params"], (Tensor, set)):
+            normalized["params"] = list(normalized["params"])
+            if not normalized["params"]:
+                return
+        super().add_param_group(normalized)
         group = self.param_groups[number]
         try:
             check_hyperparameters(group, f"parameter group {number}")
             check_params(group, param_names(group, number))
-        except ValueError:
+            check_names(name for name, _, _ in self._named_params())
+        except BaseException:
             del self.param_groups[number]
             raise
         self._init_state()
@@ -180,7 +215,8 @@ class Muon(Optimizer):
 
         Raises:
             RuntimeError: Ranks disagree about a parameter, or no Muon parameter has a gradient on
-                any rank although some require one.
+                any rank although some require one; or, with `nonfinite="raise"`, a gradient is
+                not finite on some rank.
 
         Collective: every rank that holds a part of any parameter.
         """
@@ -189,10 +225,17 @@ class Muon(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         planned = self._plan()
+        if self._is_nonfinite(planned):
+            self.stats = StepStats()
+            self.skipped_steps += 1
+            return loss
         absent = self._absent(planned)
         stats = StepStats()
         before = self._exchange.bytes_sent, self._exchange.num_collectives
+        params, masters = self._master_pairs()
+        refresh_(masters, params)
         drive(self._lives(planned, absent, stats))
+        store_(params, masters)
         stats.bytes_sent = self._exchange.bytes_sent - before[0]
         stats.num_collectives = self._exchange.num_collectives - before[1]
         self.stats = stats
@@ -202,18 +245,78 @@ class Muon(Optimizer):
         """Describe every parameter: algorithm, rule, matrices, owners and learning-rate scale."""
         return build_report(self._named_params(), self._make_plan().plan)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a pickle or a copy holds, besides parameters and their state: the settings."""
+        settings = [
+            *("process_group", "_shard_state", "_master_weights"),
+            *("_repeat_ns", "_bucket_bytes", "_nonfinite"),
+        ]
+        return {**super().__getstate__(), **{key: self.__dict__[key] for key in settings}}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Muon:
+        """Copy parameters and state; process groups are shared."""
+        memo[id(self.process_group)] = self.process_group
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return copied
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of every parameter, and the groups with plain values.
+
+        As in `torch.optim.Optimizer`, tensors are not copied. `momentum_buffer`, or `step`,
+        `exp_avg` and `exp_avg_sq`, are there from construction. A function `adjust_lr_fn` cannot
+        be saved and is given by name.
+        """
+        self._init_state()
+        state_dict = super().state_dict()
+        groups = [pack_group(group) for group in state_dict["param_groups"]]
+        return {**state_dict, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned, here or in an optimizer of another layout's DCP load.
+
+        Hyperparameters are taken from `state_dict`; how parameters are routed and split stays as
+        it is. State is converted to the dtype that it has here, and a whole tensor is cut to the
+        parameter's shard. A parameter without saved state starts afresh.
+
+        Args:
+            state_dict: Not modified. Tensors that need no conversion are not copied.
+
+        Raises:
+            ValueError: It belongs to other parameters, to the other algorithm or to another
+                layout; the optimizer is then unchanged.
+        """
+        # Registered last, so that it sees what the user's own hooks return.
+        handle = self.register_load_state_dict_pre_hook(lambda _, loaded: self._fit(loaded))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+
+    def _fit(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return fit_state_dict(
+            state_dict,
+            self.param_groups,
+            lambda param, group: self.state.get(param) or self._new_state(param, group),
+        )
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore from a pickle or a loaded state dict."""
-        self.__dict__.setdefault("_process_group", None)
-        self.__dict__.setdefault("_shard_state", False)
-        self.__dict__.setdefault("_bucket_bytes", 64 * _MIB)
         self.__dict__.setdefault("_exchange", Exchange())
         self.__dict__.setdefault("stats", StepStats())
+        self.__dict__.setdefault("skipped_steps", 0)
         self._planned = None
         super().__setstate__(state)
+        # Added by torch, and only to an optimizer that has loaded: flattened state dicts of one
+        # that has not would lack it.
+        self.defaults.pop("differentiable", None)
         for group in self.param_groups:
             for key, default in self.defaults.items():
                 group.setdefault(key, default)
+        for values in self.state.values():
+            values.update({k: v.tensor for k, v in values.items() if isinstance(v, Fitted)})
+        self._init_state()
 
     def _named_params(self) -> Iterator[NamedParam]:
         for number, group in enumerate(self.param_groups):
@@ -223,21 +326,25 @@ class Muon(Optimizer):
     def _init_state(self) -> None:
         """Make the state of every parameter, and drop that of parameters that are gone."""
         for _, param, group in self._named_params():
-            if not self.state[param]:
-                state = (
-                    {"momentum_buffer": self._new_momentum(param)}
-                    if group["use_muon"]
-                    else adamw.new_state(param)
-                )
-                self.state[param].update(state)
+            if param.requires_grad and not self.state.get(param):
+                self.state[param].update(self._new_state(param, group))
         current = {id(param) for _, param, _ in self._named_params()}
         for param in [p for p in self.state if id(p) not in current]:
             del self.state[param]
 
+    def _new_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
+        master = {}
+        if self._master_weights and param.dtype in (torch.bfloat16, torch.float16):
+            param = param.detach().to(torch.float32)
+            master = {"master_weight": param}
+        if group["use_muon"]:
+            return {"momentum_buffer": self._new_momentum(param), **master}
+        return {**adamw.new_state(param), **master}
+
     def _new_momentum(self, param: Tensor) -> Tensor:
         if not self._shard_state or isinstance(param, DTensor):
             return torch.zeros_like(param, memory_format=torch.preserve_format)
-        group = cast("dist.ProcessGroup", self._process_group)
+        group = cast("dist.ProcessGroup", self.process_group)
         mesh = DeviceMesh.from_group(group, param.device.type)
         return cast(
             "Tensor",
@@ -246,31 +353,65 @@ class Muon(Optimizer):
 
     def _plan(self) -> PlannedParams:
         """The plan for the parameters as they are now, agreed on by all ranks."""
-        if self._planned is None or self._planned.signature != signature(self._named_params()):
+        if self._planned is None or self._planned.signature != self._signature():
+            for number, group in enumerate(self.param_groups):
+                check_params(group, param_names(group, number))
             self._init_state()
             planned = self._make_plan()
-            if self._process_group is not None:
-                self._exchange.adopt(self._process_group)
-            for p in planned.params:
-                if isinstance(p.param, DTensor) and p.param.device_mesh.ndim == 1:
-                    self._exchange.adopt(p.param.device_mesh.get_group())
+            if self.process_group is not None:
+                self._exchange.adopt(self.process_group)
+            for params in planned.by_domain.values():
+                for param in [p.param for p in params]:
+                    if isinstance(param, DTensor) and param.device_mesh.ndim == 1:
+                        self._exchange.adopt(param.device_mesh.get_group())
             self._exchange.prepare(planned.plan, planned.devices)
             self._planned = planned
         return self._planned
 
     def _make_plan(self) -> PlannedParams:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        # One that has been frozen since the optimizer was built has no state.
+        managed = [named for named in self._named_params() if self.state.get(named[1])]
         params = [
-            MuonParam.read(named, self.state[named[1]]["momentum_buffer"], self._process_group)
-            for named in self._named_params()
+            MuonParam.read(named, self.state[named[1]], self.process_group)
+            for named in managed
             if named[2]["use_muon"]
         ]
+        others = [
+            AdamWParam.read(named, self.state[named[1]], self.process_group)
+            for named in managed
+            if not named[2]["use_muon"]
+        ]
+        job = job_of([*params, *others], rank)
+        # A rank may hold DTensors of meshes that it is no part of; it stores nothing of them.
+        params = [p for p in params if rank in p.domain]
         requests = [request for p in params for request in p.requests()]
-        plan = build_plan(requests, bucket_bytes=self._bucket_bytes)
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        return PlannedParams(signature(self._named_params()), params, plan, rank)
+        plan = build_plan(requests, bucket_bytes=self._bucket_bytes, repeat=self._repeat_ns)
+        others = [p for p in others if rank in p.domain]
+        return PlannedParams(self._signature(), params, others, plan, rank, job)
+
+    def _signature(self) -> list[object]:
+        return signature(self._named_params(), self.state)
+
+    def _is_nonfinite(self, planned: PlannedParams) -> bool:
+        """Whether a gradient of any rank is not finite, if anybody wants to know."""
+        if self._nonfinite == "propagate":
+            return False
+        fqn = first_nonfinite(self._named_params())
+        job, device = planned.job
+        (found,) = self._exchange.agree(job, [fqn is not None], device).wait()
+        if found and self._nonfinite == "raise":
+            fqn = self._exchange.first_of(job, fqn)
+            raise RuntimeError(
+                f"{fqn}: the gradient has an infinite or NaN element, so no rank took this step. "
+                "Weights and optimizer state are unchanged; lower the learning rate or the loss "
+                "scale, look for the cause with torch.autograd.detect_anomaly(), or pass "
+                'nonfinite="skip"'
+            )
+        return found
 
     def _absent(self, planned: PlannedParams) -> frozenset[str]:
-        """Muon parameters that have no gradient on any rank.
+        """Parameters that have no gradient on any rank.
 
         Only a rank that misses a gradient waits for the answer: to the others it makes no
         difference, since their own gradients say that the parameter takes part.
@@ -286,7 +427,7 @@ class Muon(Optimizer):
                 agreed = agreement.wait()
                 absent |= {p.fqn for p, flag in zip(params, agreed, strict=True) if not flag}
         idle = [p.fqn for p in planned.params if p.param.requires_grad and p.fqn in absent]
-        if idle and len(absent) == len(planned.params):
+        if idle and all(p.fqn in absent for p in planned.params):
             raise RuntimeError(
                 f"{idle[0]}: no parameter of the Muon groups has a gradient on any rank. Call "
                 "backward() first; if the model was wrapped, sharded or moved after the optimizer "
@@ -295,12 +436,17 @@ class Muon(Optimizer):
             )
         return frozenset(absent)
 
+    def _master_pairs(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Local shards of the parameters that have master weights, and those."""
+        pairs = {p: s["master_weight"] for p, s in self.state.items() if "master_weight" in s}
+        return [*map(local, pairs)], [*map(local, pairs.values())]
+
     def _lives(
         self, planned: PlannedParams, absent: frozenset[str], stats: StepStats
     ) -> Iterator[Life]:
         """Every bucket, with AdamW after the first has been sent on its way."""
         shards = planned.local_shards(absent)
-        others = once(self._adamw_step)
+        others = once(lambda: self._adamw_step(planned, absent))
         for i, part in enumerate(planned.parts(absent)):
             yield bucket_life(
                 part,
@@ -313,14 +459,15 @@ class Muon(Optimizer):
                 yield others
         yield others
 
-    def _adamw_step(self) -> None:
+    def _adamw_step(self, planned: PlannedParams, absent: frozenset[str]) -> None:
+        present = [p for p in planned.others if p.fqn not in absent]
         for group in self.param_groups:
-            if group["use_muon"]:
-                continue
-            params = [p for p in group["params"] if p.requires_grad and p.grad is not None]
-            adamw.adamw_(
-                [local(p) for p in params],
-                [local_grad(p) for p in params],
-                [{key: local(value) for key, value in self.state[p].items()} for p in params],
-                group,
-            )
+            params = [p for p in present if p.group is group]
+            if params:
+                pairs = [(p, self.state[p.param]) for p in params]
+                adamw.adamw_(
+                    [local(s.get("master_weight", p.param)) for p, s in pairs],
+                    [p.local_grad() for p in params],
+                    [{key: local(value) for key, value in s.items()} for _, s in pairs],
+                    group,
+                )

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from dmuon.exchange import reduced_grad
 from dmuon.layout import Layout, local_part, read_layout, wire_device
 from dmuon.matrices import matrices_of
 from dmuon.orthogonalize import resolve_coefficients
@@ -27,6 +28,7 @@ class MuonParam:
     Attributes:
         fqn: Fully qualified name.
         param: The parameter.
+        weight: What a step changes: the parameter, or its master weight.
         momentum: Its `momentum_buffer`.
         group: Its parameter group.
         source: Layout of the momentum.
@@ -36,6 +38,7 @@ class MuonParam:
 
     fqn: str
     param: Tensor
+    weight: Tensor
     momentum: Tensor
     group: dict[str, Any]
     source: Layout
@@ -44,17 +47,22 @@ class MuonParam:
 
     @classmethod
     def read(
-        cls, named: NamedParam, momentum: Tensor, process_group: dist.ProcessGroup | None
+        cls,
+        named: NamedParam,
+        state: Mapping[str, Tensor],
+        process_group: dist.ProcessGroup | None,
     ) -> MuonParam:
         """Read the layouts of a parameter and its momentum."""
         fqn, param, group = named
+        source, target = _read_layouts(named, state, "momentum_buffer", process_group)
         return cls(
             fqn,
             param,
-            momentum,
+            state.get("master_weight", param),
+            state["momentum_buffer"],
             group,
-            source=read_layout(fqn, momentum, process_group),
-            target=read_layout(fqn, param, process_group),
+            source,
+            target,
             device=wire_device(param),
         )
 
@@ -65,8 +73,8 @@ class MuonParam:
 
     @property
     def has_grad(self) -> bool:
-        """Whether this rank has a gradient for it; a frozen parameter has none."""
-        return self.param.requires_grad and self.param.grad is not None
+        """Whether this rank has a gradient for it."""
+        return has_grad(self.param)
 
     def requests(self) -> Iterator[Request]:
         """Its matrices, as the planner takes them."""
@@ -93,7 +101,47 @@ class MuonParam:
         grad = local_grad(self.param) if self.has_grad else torch.zeros_like(param)
         if self.source != self.target:
             grad = local_part(grad, self.source, rank)
-        return LocalShard(param, local(self.momentum), grad, self.group)
+        return LocalShard(local(self.weight), local(self.momentum), grad, self.group)
+
+
+@dataclass(frozen=True, slots=True)
+class AdamWParam:
+    """One parameter of an AdamW group.
+
+    Attributes:
+        fqn: Fully qualified name.
+        param: The parameter.
+        group: Its parameter group.
+        domain: Ranks that store any part of it.
+        device: Where those ranks talk to each other about it.
+    """
+
+    fqn: str
+    param: Tensor
+    group: dict[str, Any]
+    domain: Domain
+    device: torch.device
+
+    @classmethod
+    def read(
+        cls,
+        named: NamedParam,
+        state: Mapping[str, Tensor],
+        process_group: dist.ProcessGroup | None,
+    ) -> AdamWParam:
+        """Read the layout of a parameter."""
+        fqn, param, group = named
+        _, layout = _read_layouts(named, state, "exp_avg", process_group)
+        return cls(fqn, param, group, tuple(sorted(layout.ranks)), wire_device(param))
+
+    @property
+    def has_grad(self) -> bool:
+        """Whether this rank has a gradient for it."""
+        return has_grad(self.param)
+
+    def local_grad(self) -> Tensor:
+        """This rank's gradient; zeros if only other ranks have one."""
+        return local_grad(self.param) if self.has_grad else torch.zeros_like(local(self.param))
 
 
 class PlannedParams:
@@ -102,22 +150,33 @@ class PlannedParams:
     Attributes:
         signature: What the plan depends on; see `signature`.
         params: The Muon parameters.
-        plan: Their plan.
+        others: The AdamW parameters.
+        plan: The plan of the Muon parameters.
+        job: Ranks that take a step together, and where they talk to each other; see `job_of`.
         rank: This rank.
         devices: Where each domain exchanges.
         by_domain: Parameters of each domain, by name.
     """
 
     def __init__(
-        self, signature: object, params: Sequence[MuonParam], plan: Plan, rank: int
+        self,
+        signature: object,
+        params: Sequence[MuonParam],
+        others: Sequence[AdamWParam],
+        plan: Plan,
+        rank: int,
+        job: tuple[Domain, torch.device],
     ) -> None:
         self.signature = signature
         self.params = params
+        self.others = others
+        self.job = job
         self.plan = plan
         self.rank = rank
-        self.devices = {p.domain: p.device for p in params}
-        self.by_domain: dict[Domain, list[MuonParam]] = {}
-        for p in sorted(params, key=lambda p: p.fqn):
+        everyone: list[MuonParam | AdamWParam] = [*others, *params]
+        self.devices = {p.domain: p.device for p in everyone}
+        self.by_domain: dict[Domain, list[MuonParam | AdamWParam]] = {}
+        for p in sorted(everyone, key=lambda p: p.fqn):
             self.by_domain.setdefault(p.domain, []).append(p)
         self._parts: dict[frozenset[str], list[Itinerary]] = {}
 
@@ -133,11 +192,29 @@ class PlannedParams:
         return {p.fqn: p.local_shard(self.rank) for p in self.params if p.fqn not in absent}
 
 
-def signature(named: Iterable[NamedParam]) -> list[object]:
-    """Everything a plan depends on that may change between steps."""
+def job_of(params: Iterable[MuonParam | AdamWParam], rank: int) -> tuple[Domain, torch.device]:
+    """All ranks of the default group, if any parameter lies on several; else this rank alone.
+
+    Also where they talk to each other.
+    """
+    for p in params:
+        if len(p.domain) > 1:
+            return tuple(range(dist.get_world_size())), p.device
+    return (rank,), torch.device("cpu")
+
+
+def signature(
+    named: Iterable[NamedParam], state: Mapping[Tensor, Mapping[str, Tensor]]
+) -> list[object]:
+    """Everything a plan depends on, or holds on to, that may change between steps."""
     return [
         (
             id(param),
+            id(group),
+            [id(tensor) for tensor in state.get(param, {}).values()],
+            # A parameter that was frozen when the optimizer was built gets its state now.
+            param.requires_grad and not state.get(param),
+            param.shape,
             param.dtype,
             param.device,
             (param.device_mesh, param.placements) if isinstance(param, DTensor) else None,
@@ -150,25 +227,64 @@ def signature(named: Iterable[NamedParam]) -> list[object]:
     ]
 
 
+def _read_layouts(
+    named: NamedParam,
+    state: Mapping[str, Tensor],
+    key: str,
+    process_group: dist.ProcessGroup | None,
+) -> tuple[Layout, Layout]:
+    """Layouts of a parameter's state and of the parameter.
+
+    Raises:
+        ValueError: The parameter is another than its state was made for.
+    """
+    fqn, param, _ = named
+    target = read_layout(fqn, param, process_group)
+    if key in state:
+        source = read_layout(fqn, state[key], process_group)
+        replicated = all(placement is None for placement in target.placements)
+        if source == target or (source.shape == target.shape and replicated):
+            return source, target
+    raise ValueError(
+        f"{fqn}: the shape, layout or algorithm of this parameter was changed under its optimizer "
+        f"state (it is {target.shape} on {target}). Remove its entry from optimizer.state to "
+        "start its state afresh, or load a state dict that was saved before the change"
+    )
+
+
 def local(tensor: Tensor) -> Tensor:
     """What this rank stores of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_grad(param: Tensor) -> Tensor:
-    """This rank's gradient of a parameter, in the parameter's layout.
+    """This rank's gradient of a parameter, in the parameter's layout."""
+    return local(reduced_grad(param))
 
-    Tensor parallelism may leave a gradient `Partial`; it is reduced here.
+
+def has_grad(param: Tensor) -> bool:
+    """Whether this rank has a gradient for a parameter; a frozen parameter has none."""
+    return param.requires_grad and param.grad is not None
+
+
+def first_nonfinite(named: Iterable[NamedParam]) -> str | None:
+    """Name of the first parameter whose gradient has an infinite or NaN element on this rank.
+
+    Blocks: the host waits for the device.
     """
-    grad = param.grad
-    assert grad is not None
-    if (
-        isinstance(param, DTensor)
-        and isinstance(grad, DTensor)
-        and grad.placements != param.placements
-    ):
-        grad = grad.redistribute(placements=param.placements)
-    return local(grad)
+    by_kind: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
+    names = {}
+    for i, (fqn, param, _) in enumerate(named):
+        if has_grad(param) and (grad := local_grad(param)).numel():
+            names[i] = fqn
+            by_kind.setdefault((grad.device, grad.dtype), {})[i] = grad
+    found = []
+    for grads in by_kind.values():
+        # The largest entry is infinite or NaN exactly if any entry is.
+        largest = torch.stack(torch._foreach_norm(list(grads.values()), torch.inf))
+        finite = zip(grads, largest.isfinite().tolist(), strict=True)
+        found += [i for i, ok in finite if not ok]
+    return names[min(found)] if found else None
 
 
 def _method(group: Mapping[str, Any]) -> str:

@@ -103,17 +103,18 @@ def bucket_life(
     yield
     pieces = [*zip(gather.receives, flight.wait(), strict=True)]
     pieces += [(leg, inputs[leg.position]) for leg in gather.kept]
-    results = local.orthogonalize(pieces, device)
-    stats.ns_matrices += len(results)
-    # Buffers of the way there must not outlive it: scratch is bounded by the bucket.
+    stacks = local.assemble(pieces, device)
+    # Scratch is bounded by the bucket: no buffer outlives its stage.
     del inputs, sends, pieces, flight
+    results = local.orthogonalize(stacks, device)
+    stats.ns_matrices += len(results)
 
     sends = [_cut(results[leg.position], leg.piece) for leg in scatter.sends]
     flight = exchange.launch(part.bucket, scatter, sends, device)
+    local.apply((leg, _cut(results[leg.position], leg.piece)) for leg in scatter.kept)
+    del results, sends
     yield
-    updates = [*zip(scatter.receives, flight.wait(), strict=True)]
-    updates += [(leg, _cut(results[leg.position], leg.piece)) for leg in scatter.kept]
-    local.apply(updates)
+    local.apply(zip(scatter.receives, flight.wait(), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +145,10 @@ class _LocalBucket:
             inputs |= {i: tensor.reshape(held[i].shape) for i, tensor in ready.items()}
         return inputs
 
-    def orthogonalize(
+    def assemble(
         self, pieces: Iterable[tuple[Leg, Tensor]], device: torch.device
-    ) -> dict[int, Tensor]:
-        """Assemble the matrices that this rank owns and orthogonalize equal shapes together."""
+    ) -> list[tuple[list[int], Tensor]]:
+        """Stack the matrices that this rank owns, equal shapes and methods together, wide."""
         by_position: dict[int, list[tuple[Piece, Tensor]]] = defaultdict(list)
         for leg, tensor in pieces:
             by_position[leg.position].append((leg.piece, tensor))
@@ -155,15 +156,21 @@ class _LocalBucket:
         for i in sorted(by_position):
             request = self.assignment(i).request
             batches[request.method, tuple(sorted(request.matrix.shape))].append(i)
-        results: dict[int, Tensor] = {}
+        dtype = getattr(torch, self.bucket.wire_dtype)
+        stacks = []
         for (_, small_large), positions in batches.items():
-            stack = torch.empty(
-                (len(positions), *small_large),
-                dtype=getattr(torch, self.bucket.wire_dtype),
-                device=device,
-            )
-            matrices = self._views(stack, positions)
-            _paste(matrices, by_position)
+            stack = torch.empty((len(positions), *small_large), dtype=dtype, device=device)
+            _paste(self._views(stack, positions), by_position)
+            stacks.append((positions, stack))
+        return stacks
+
+    def orthogonalize(
+        self, stacks: list[tuple[list[int], Tensor]], device: torch.device
+    ) -> dict[int, Tensor]:
+        """Orthogonalize the stacks, taking each from the list; the matrices, by position."""
+        results: dict[int, Tensor] = {}
+        while stacks:
+            positions, stack = stacks.pop(0)
             group = self.shard(positions[0]).group
             stack = orthogonalize(
                 stack,

@@ -67,8 +67,8 @@ class Assignment:
 
     Attributes:
         request: The matrix and its layouts.
-        owners: One rank; or one rank per replica, where repeating the work is cheaper than
-            publishing its result.
+        owners: One rank; or one rank per replica, where the work is repeated instead of its
+            result published.
         cost: Cost of orthogonalizing it, in the cost model's unit.
     """
 
@@ -289,7 +289,7 @@ def build_plan(
             travels alone.
         cost_model: Cost of each matrix; FLOPs by default.
         repeat: Orthogonalize once per *replica* instead of once in the whole job, which moves
-            nothing between replicas. For comparison.
+            nothing between replicas.
 
     Returns:
         The plan, equal for equal requests whatever their order.
@@ -331,25 +331,15 @@ def _assign(
     )
     assignments = []
     for request in heaviest_first:
-        owners = []
         held = request.source.pieces(request.matrix.block)
-        for candidates in _candidate_sets(request, repeat=repeat):
-            owner = min(candidates, key=lambda rank: _preference(rank, held, running))
-            running.cost[owner] += costs[request.matrix]
-            running.num_bytes[owner] += request.num_bytes
-            owners.append(owner)
-        assignments.append(Assignment(request, tuple(owners), costs[request.matrix]))
+        owner = min(request.candidates, key=lambda rank: _preference(rank, held, running))
+        # Mirrored owners run equal batches, so that replicas stay equal to the bit.
+        owners = request.target.copies(owner) if repeat else (owner,)
+        for rank in owners:
+            running.cost[rank] += costs[request.matrix]
+            running.num_bytes[rank] += request.num_bytes
+        assignments.append(Assignment(request, owners, costs[request.matrix]))
     return _improve(assignments, carried.cost)
-
-
-def _candidate_sets(request: Request, *, repeat: bool) -> list[list[int]]:
-    """One set of candidates for each owner that the matrix gets."""
-    if not repeat:
-        return [list(request.candidates)]
-    replicas: dict[int, list[int]] = defaultdict(list)
-    for rank in request.candidates:
-        replicas[request.target.replica(rank)].append(rank)
-    return [replicas[replica] for replica in sorted(replicas)]
 
 
 def _preference(

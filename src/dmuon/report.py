@@ -45,23 +45,29 @@ class Report:
 
     Attributes:
         rows: One per parameter.
-        num_matrices: Matrices that are orthogonalized per step.
+        num_matrices: Matrices of the parameters that this rank stores any part of.
+        num_orthogonalized: Matrices that each rank orthogonalizes per step.
         loads: Share of the orthogonalization cost that each rank carries.
         bytes_sent: Bytes that each rank sends per step.
     """
 
     rows: tuple[ReportRow, ...]
     num_matrices: int
+    num_orthogonalized: dict[int, int]
     loads: dict[int, float]
     bytes_sent: dict[int, int]
 
     def __str__(self) -> str:
         header = tuple(field.name.replace("_", " ") for field in fields(ReportRow))
         lines = _table([header, *(astuple(row) for row in self.rows)])
-        lines.append(f"{self.num_matrices} matrices are orthogonalized per step, each once")
+        runs = sum(self.num_orthogonalized.values())
+        lines.append(f"{self.num_matrices} matrices, orthogonalized {runs} times per step")
         for rank, share in self.loads.items():
-            sent = self.bytes_sent[rank]
-            lines.append(f"rank {rank}: {share:.1%} of the cost, sends {sent:,} bytes per step")
+            count, sent = self.num_orthogonalized[rank], self.bytes_sent[rank]
+            lines.append(
+                f"rank {rank}: {count} matrices, {share:.1%} of the cost, "
+                f"sends {sent:,} bytes per step"
+            )
         return "\n".join(lines)
 
 
@@ -81,6 +87,7 @@ def build_report(
     return Report(
         tuple(rows),
         len(plan.assignments),
+        {rank: plan.num_orthogonalized(rank) for rank in sorted(loads)},
         {rank: loads[rank] / total for rank in sorted(loads)},
         {rank: sent[rank] for rank in sorted(sent)},
     )

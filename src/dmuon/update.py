@@ -49,7 +49,7 @@ def lr_scale(adjust_lr_fn: AdjustLr, shape: tuple[int, int]) -> float:
     if callable(adjust_lr_fn):
         return float(adjust_lr_fn(shape))
     name = "original" if adjust_lr_fn is None else adjust_lr_fn
-    if name not in _SCALES:
+    if not isinstance(name, str) or name not in _SCALES:
         raise ValueError(
             f"adjust_lr_fn {adjust_lr_fn!r} is unknown; use one of {', '.join(ADJUST_LR_FNS)}, "
             "or a function of the matrix shape (rows, cols)"
@@ -76,6 +76,24 @@ def nesterov(buffers: Sequence[Tensor], grads: Sequence[Tensor], momentum: float
     return list(torch._foreach_lerp(list(grads), list(buffers), momentum))
 
 
+def refresh_(masters: Sequence[Tensor], params: Sequence[Tensor]) -> None:
+    """Take into master weights what was changed in their parameters since `store_`.
+
+    Modifies: `masters`.
+    """
+    for master, param in zip(masters, params, strict=True):
+        master.copy_(torch.where(master.to(param.dtype) == param, master, param))
+
+
+def store_(params: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
+    """Round master weights to their parameters.
+
+    Modifies: `params`.
+    """
+    if params:
+        torch._foreach_copy_(list(params), list(masters))
+
+
 def apply_(
     params: Sequence[Tensor],
     updates: Sequence[Tensor],
@@ -90,6 +108,8 @@ def apply_(
     """
     if not params:
         return
+    if isinstance(lr, Tensor):
+        lr = lr.reshape(())
     weights, steps = list(params), list(updates)
     torch._foreach_mul_(weights, 1 - lr * weight_decay)
     if isinstance(lr, Tensor):

@@ -1,0 +1,262 @@
+"""Coefficient lists for the quintic Newton-Schulz iteration: pure Python, no tensors.
+
+A list is one `(a, b, c)` per step. Step k maps every singular value `s` of the normalised matrix to
+`p_k(s) = a s + b s^3 + c s^5`; the whole list maps it to `p_K(...p_1(s))`.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeAlias, cast
+
+Triple: TypeAlias = tuple[float, float, float]
+Coefficients: TypeAlias = tuple[Triple, ...]
+
+MAX_STEPS = 99
+# Every published list stays below 1.31; a map that leaves this band is diverging.
+LARGEST_SAFE_OUTPUT = 2.0
+
+_KELLER: Triple = (3.4445, -4.7750, 2.0315)
+_YOU: Coefficients = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+_CANS: Coefficients = (
+    (8.4703, -25.1081, 18.6293),
+    (4.1828, -3.1087, 0.5806),
+    (3.9619, -2.9541, 0.5630),
+    (3.2866, -2.4647, 0.5074),
+    (2.2737, -1.6447, 0.4162),
+)
+_TURBO: Coefficients = (
+    (4.6051, -9.6552, 5.6769),
+    (4.7505, -6.0861, 2.1790),
+    (2.7763, -2.3190, 0.5523),
+    (2.4231, -2.2861, 0.8193),
+)
+# With it, safety 0 reproduces the table printed in arXiv:2505.16932 to 14 digits.
+_CUSHION = 0.02407327424182761
+_FINISH: Triple = (2.0, -1.5, 0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class CoefficientList:
+    """A named family of coefficient lists, one list for every number of steps."""
+
+    name: str
+    source: str
+    default_steps: int
+    make: Callable[[int], Coefficients]
+
+    def output_range(self, lower: float, steps: int | None = None) -> tuple[float, float]:
+        """Return the smallest and largest output for singular values in `[lower, 1]`."""
+        coefficients = self.make(steps or self.default_steps)
+        exponents = (i / 3000 for i in range(3001))
+        values = [evaluate(lower**exponent, coefficients) for exponent in exponents]
+        return (min(values), max(values))
+
+
+def extend(triples: Coefficients, steps: int) -> Coefficients:
+    """Return the first `steps` triples, the last one repeated where the list is shorter."""
+    return triples[:steps] + triples[-1:] * (steps - len(triples))
+
+
+def _optimal_quintic(lower: float, upper: float) -> Triple:
+    """Return the odd quintic closest to 1 on `[lower, upper]`, by Remez exchange."""
+    if lower / upper >= 1 - 5e-6:
+        return (15 / 8 / upper, -10 / 8 / upper**3, 3 / 8 / upper**5)
+    inner_left, inner_right = (3 * lower + upper) / 4, (lower + 3 * upper) / 4
+    error, previous = math.inf, -math.inf
+    a = b = c = 0.0
+    while abs(error - previous) > 1e-15:
+        previous = error
+        points = (lower, inner_left, inner_right, upper)
+        rows = [[s, s**3, s**5, (-1.0) ** i, 1.0] for i, s in enumerate(points)]
+        a, b, c, error = _solve(rows)
+        root = math.sqrt(9 * b * b - 20 * a * c)
+        inner_left = math.sqrt((-3 * b - root) / (10 * c))
+        inner_right = math.sqrt((-3 * b + root) / (10 * c))
+    return (a, b, c)
+
+
+def _solve(rows: list[list[float]]) -> list[float]:
+    """Solve a small dense system given as rows of `[coefficients..., right side]`."""
+    size = len(rows)
+    for i in range(size):
+        pivot = max(range(i, size), key=lambda r: abs(rows[r][i]))
+        rows[i], rows[pivot] = rows[pivot], rows[i]
+        for r in range(size):
+            if r != i:
+                factor = rows[r][i] / rows[i][i]
+                rows[r] = [x - factor * y for x, y in zip(rows[r], rows[i], strict=True)]
+    return [rows[i][size] / rows[i][i] for i in range(size)]
+
+
+@lru_cache
+def minimax_composition(
+    steps: int, *, lower: float = 1e-3, safety: float = 0.0, cushion: float = _CUSHION
+) -> Coefficients:
+    """Return the Polar Express list (Amsel et al. 2025, arXiv:2505.16932): minimax step by step.
+
+    Args:
+        steps: Number of triples.
+        lower: Smallest singular value, relative to the norm, that is to be mapped near 1.
+        safety: Each step but the last is deflated by `1 + safety` as the list is built.
+        cushion: Smallest `lower / upper` that a step is designed for.
+    """
+    upper = 1.0
+    triples: list[Triple] = []
+    for step in range(steps):
+        triple = _optimal_quintic(max(lower, cushion * upper), upper)
+        if cushion * upper > lower:
+            centre = (evaluate(lower, (triple,)) + evaluate(upper, (triple,))) / 2
+            a, b, c = triple
+            triple = (a / centre, b / centre, c / centre)
+        if step < steps - 1:
+            triple = _deflate(triple, 1 + safety)
+        triples.append(triple)
+        lower = evaluate(lower, (triple,))
+        upper = 2 - lower
+    return tuple(triples)
+
+
+def _deflate(triple: Triple, factor: float) -> Triple:
+    """Return the triple of `p(s / factor)`: room for rounding to push `s` above 1."""
+    a, b, c = triple
+    return (a / factor, b / factor**3, c / factor**5)
+
+
+def _polar_express(steps: int) -> Coefficients:
+    raw = minimax_composition(steps)
+    return (*(_deflate(triple, 1.01) for triple in raw[:-1]), raw[-1])
+
+
+def evaluate(sigma: float, coefficients: Iterable[Triple]) -> float:
+    """Return where the list maps one singular value: `p_K(...p_1(sigma))`."""
+    for a, b, c in coefficients:
+        square = sigma * sigma
+        sigma = sigma * (a + square * (b + square * c))
+    return sigma
+
+
+_LISTS = (
+    CoefficientList(
+        "original",
+        "Jordan et al. 2024, kellerjordan.github.io/posts/muon; torch.optim.Muon",
+        5,
+        lambda steps: (_KELLER,) * steps,
+    ),
+    CoefficientList(
+        "polar_express",
+        "Amsel et al. 2025, arXiv:2505.16932; safety 1.01 on all steps but the last",
+        5,
+        _polar_express,
+    ),
+    CoefficientList(
+        "polar_express_nanogpt",
+        "karpathy/nanochat, microsoft/dion and modded-nanogpt: Polar Express built with safety 0.02",
+        5,
+        lambda steps: minimax_composition(steps, safety=0.02, cushion=0.02),
+    ),
+    CoefficientList(
+        "polar_express_gram",
+        "Dao-AILab/gram-newton-schulz: Polar Express with safety 1.05 on every step",
+        5,
+        lambda steps: tuple(_deflate(triple, 1.05) for triple in minimax_composition(steps)),
+    ),
+    CoefficientList(
+        "you",
+        "YouJiacheng 2025, in KellerJordan/modded-nanogpt",
+        5,
+        lambda steps: extend(_YOU, steps),
+    ),
+    CoefficientList(
+        "cans",
+        "Grishina et al. 2025, arXiv:2506.10935, as listed in NVIDIA-NeMo/Emerging-Optimizers",
+        5,
+        lambda steps: extend(_CANS, steps),
+    ),
+    CoefficientList(
+        "deepseek_v4",
+        "DeepSeek-V4 report 2026: eight original steps, then two of (2, -1.5, 0.5)",
+        10,
+        lambda steps: ((_KELLER,) * (steps - 2) + (_FINISH,) * 2)[:steps],
+    ),
+    CoefficientList(
+        "turbo",
+        "Boissin et al. 2025, arXiv:2512.04632, list of thib-s/flash-newton-schulz; made for AOL",
+        4,
+        lambda steps: extend(_TURBO, steps),
+    ),
+)
+REGISTRY = {entry.name: entry for entry in _LISTS}
+
+
+def resolve_coefficients(
+    spec: str | Triple | Sequence[Triple], steps: int | None = None
+) -> Coefficients:
+    """Return one `(a, b, c)` per step, checked to be safe on every input.
+
+    Args:
+        spec: A name in `REGISTRY`; one `(a, b, c)`, repeated (`ns_coefficients` of
+            `torch.optim.Muon`); or one `(a, b, c)` per step.
+        steps: Number of steps, 1 to 99. None: the length of the list (5 for a single triple).
+            Fewer steps than a given list take its first ones, more repeat its last; a named
+            family has a list of its own for every number of steps.
+
+    Raises:
+        ValueError: Unknown name, malformed list, bad `steps`, or a list that maps part of (0, 1]
+            to negative or diverging values.
+    """
+    if steps is not None and not 1 <= steps <= MAX_STEPS:
+        raise ValueError(f"ns_steps must be between 1 and {MAX_STEPS}, got {steps}")
+    if isinstance(spec, str):
+        if spec not in REGISTRY:
+            raise ValueError(f"unknown ns_coefficients {spec!r}; known names: {sorted(REGISTRY)}")
+        entry = REGISTRY[spec]
+        return entry.make(steps or entry.default_steps)
+    items = tuple(spec)
+    single = len(items) == 3 and all(isinstance(item, (int, float)) for item in items)
+    triples = _check_triples((items,) if single else items)
+    coefficients = extend(triples, steps or (5 if single else len(triples)))
+    check_safe(coefficients)
+    return coefficients
+
+
+def _check_triples(items: Sequence[object]) -> Coefficients:
+    """Return `items` as triples of finite floats, or raise a ValueError that says what is wrong."""
+    expected = "ns_coefficients must be a name, one (a, b, c), or a sequence of (a, b, c)"
+    if not items:
+        raise ValueError(f"{expected}; got an empty sequence")
+    triples = []
+    for item in items:
+        try:
+            a, b, c = (float(value) for value in cast("Sequence[float]", item))
+        except (TypeError, ValueError):
+            raise ValueError(f"{expected}; found {item!r}") from None
+        if not all(map(math.isfinite, (a, b, c))):
+            raise ValueError(f"ns_coefficients must be finite; found {item!r}")
+        triples.append((a, b, c))
+    return tuple(triples)
+
+
+@lru_cache
+def check_safe(coefficients: Coefficients) -> None:
+    """Raise a ValueError if the list maps a value in (0, 1] to something negative or far above 1.
+
+    Such a list would move part of the weights uphill, or blow up.
+    """
+    grid = [i / 2000 for i in range(1, 2001)] + [10 ** (-i / 20) for i in range(60, 160)]
+    for sigma in grid:
+        value = evaluate(sigma, coefficients)
+        if not 0 < value <= LARGEST_SAFE_OUTPUT:
+            what = "flips the sign of" if value <= 0 else "diverges on"
+            raise ValueError(
+                f"ns_coefficients {coefficients} {what} a singular value of {sigma:.4g} times the "
+                f"Frobenius norm (mapped to {value:.4g}); use a list that maps (0, 1] into "
+                f"(0, {LARGEST_SAFE_OUTPUT:g}]"
+            )

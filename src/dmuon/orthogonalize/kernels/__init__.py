@@ -1,0 +1,1 @@
+"""Triton kernels, one a file. Nothing here is imported without a CUDA device."""

@@ -1,0 +1,95 @@
+"""A run that is saved and resumed ends with the bits of one that never stopped."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import dmuon
+from tests.distributed.layout_cases import CASES
+from tests.distributed.parity import LR, Spec, meshes_of, seeded
+from tests.distributed.test_checkpoint import load, save
+
+DTYPES = {
+    "float32": (torch.float32, {}),
+    "bfloat16": (torch.bfloat16, {}),
+    "bfloat16 with master weights": (torch.bfloat16, {"master_weights": True}),
+}
+
+
+def build(specs, muon, seed, lr=LR):
+    """Build a fresh model with its optimizer; the last parameter never gets a gradient."""
+    meshes, model = meshes_of(specs), nn.Module()
+    for i, spec in enumerate(specs):
+        values = seeded(spec.shape, seed, i).to(spec.dtype)
+        if spec.mesh is not None:
+            mesh = meshes[spec.mesh]
+            values = distribute_tensor(values, mesh, spec.placements, src_data_rank=None)
+        model.register_parameter(f"p{i}", nn.Parameter(values))
+    groups = [
+        {"params": [named], **spec.options}
+        for named, spec in zip(model.named_parameters(), specs, strict=True)
+    ]
+    return model, dmuon.Muon(groups, lr=lr, **muon)
+
+
+def train(model, optimizer, steps):
+    for step in steps:
+        for i, p in enumerate([*model.parameters()][:-1]):
+            grad = seeded(tuple(p.shape), 1000 + step, i).to(p.dtype)
+            if isinstance(p, DTensor):
+                grad = distribute_tensor(grad, p.device_mesh, p.placements, src_data_rank=None)
+            p.grad = grad
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def shards(model, optimizer):
+    """Every tensor of this rank that training changes."""
+    tensors = {}
+    for name, p in model.named_parameters():
+        tensors[name] = p.detach()
+        tensors |= {f"{name}.{key}": value for key, value in optimizer.state[p].items()}
+    return {n: t.to_local() if isinstance(t, DTensor) else t for n, t in tensors.items()}
+
+
+def resume(specs, muon, directory):
+    model, optimizer = build(specs, muon, seed=1)
+    train(model, optimizer, range(6))
+
+    interrupted = build(specs, muon, seed=1)
+    train(*interrupted, range(3))
+    save(directory, *interrupted)
+    # Another seed and learning rate: what the checkpoint lacks would show.
+    resumed = build(specs, muon, seed=2, lr=7.0)
+    load(directory, *resumed)
+    train(*resumed, range(3, 6))
+
+    found, expected = shards(*resumed), shards(model, optimizer)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+        assert found[name].dtype == tensor.dtype, name
+
+
+def resume_each_dtype(specs, muon, directory):
+    if "process_group" in muon:
+        muon = {**muon, "process_group": dist.group.WORLD}
+    for name, (dtype, options) in DTYPES.items():
+        typed = [replace(spec, dtype=dtype) for spec in specs]
+        resume(typed, {**muon, **options}, directory / name)
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.world_size <= 4], ids=lambda case: case.name
+)
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(run_ranks, tmp_path, case):
+    # R53: lazily made state was no part of the load template, and momentum restarted from zero.
+    plain = all(spec.mesh is None for spec in case.specs)
+    layout = {} if plain else {"mesh": (case.world_size,), "placements": (Shard(0),)}
+    bias = Spec((7,), **layout, options={"use_muon": False})
+    idle = Spec((4, 6), **layout)
+    run_ranks(case.world_size, resume_each_dtype, [*case.specs, bias, idle], case.muon, tmp_path)
