@@ -35,7 +35,8 @@ import dmuon
 
 WORLD_SIZES = (2, 4, 8)
 BAR = 0.9
-DIM, HIDDEN_DIM, NUM_BLOCKS = 512, 1376, 2
+# Enough matrices of each shape that eight ranks can be loaded alike.
+DIM, HIDDEN_DIM, NUM_BLOCKS = 384, 1024, 4
 LR = 1e-2
 AGREEMENT_STEPS = 2
 TOLERANCE = 1e-4 * LR

@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import dmuon
-from dmuon.adoption import adopt_state
 
 LR = 0.02
 MUON = ["up.weight", "down.weight"]
@@ -74,7 +76,9 @@ class Reference(torch.optim.Optimizer):
         (key,) = self.keys["muon"]
         buffer = state.setdefault(key, torch.zeros_like(p))
         buffer.mul_(0.9).add_(p.grad if self.heavy_ball else 0.1 * p.grad)
-        update = buffer * 0.9 + p.grad * (1 if self.heavy_ball else 0.1) if self.nesterov else buffer
+        update = (
+            buffer * 0.9 + p.grad * (1 if self.heavy_ball else 0.1) if self.nesterov else buffer
+        )
         return LR * scale(p.shape) * orthogonalize(update)
 
     def adamw(self, p, state, step):
@@ -143,7 +147,9 @@ def test_the_next_step_is_the_one_the_source_would_take(name, adopt):
     mine.load_state_dict(theirs.state_dict())
     optimizer = make_muon(mine, momentum=0.9, betas=(0.9, 0.95), **options)
     if adopt:
-        report = adopt_state(optimizer, source.state_dict(), names=[MUON + ADAMW], **arguments)
+        report = dmuon.adopt_state(
+            optimizer, source.state_dict(), names=[MUON + ADAMW], **arguments
+        )
         assert {value.fqn for value in report.adopted} == {*MUON, *ADAMW}
     for model, stepped in ((theirs, source), (mine, optimizer)):
         set_grads(model, 3)
@@ -159,7 +165,7 @@ def test_a_heavy_ball_taken_for_an_average_would_be_seen():
     mine = make_model()
     mine.load_state_dict(theirs.state_dict())
     optimizer = make_muon(mine, momentum=0.9, betas=(0.9, 0.95), nesterov=False)
-    adopt_state(
+    dmuon.adopt_state(
         optimizer, source.state_dict(), source="dion", momentum="ema", names=[MUON + ADAMW]
     )
     for model, stepped in ((theirs, source), (mine, optimizer)):
@@ -190,7 +196,7 @@ def test_torch_muon_and_adamw_continue():
     model.load_state_dict(theirs.state_dict())
     # --8<-- [start:torch-after]
     optimizer = dmuon.Muon(dmuon.param_groups(model), lr=0.02, weight_decay=0.1)
-    report = adopt_state(optimizer, [saved["muon"], saved["adamw"]], source="torch")
+    report = dmuon.adopt_state(optimizer, [saved["muon"], saved["adamw"]], source="torch")
     print(report)
     # --8<-- [end:torch-after]
     for param_group in optimizer.param_groups:
@@ -211,6 +217,17 @@ def test_torch_muon_and_adamw_continue():
             assert torch.equal(value, state[key]), (name, key)
 
 
+def test_a_state_dict_by_names_needs_no_names():
+    theirs = make_model()
+    optimizers = torch_optimizers(theirs)
+    set_grads(theirs, 0)
+    for optimizer in optimizers:
+        optimizer.step()
+    state_dict = get_optimizer_state_dict(theirs, optimizers)
+    report = dmuon.adopt_state(make_muon(make_model()), state_dict, source="torch")
+    assert len(report.adopted) == 8
+
+
 def test_report_says_what_was_mapped():
     _, source = train_source("dion", 2)
     model = make_model().bfloat16()
@@ -219,7 +236,7 @@ def test_report_says_what_was_mapped():
     optimizer = dmuon.Muon(
         dmuon.param_groups(model), lr=0.02, momentum=0.9, nesterov=False, betas=(0.9, 0.95)
     )
-    report = adopt_state(optimizer, source.state_dict(), source="dion", names=[names])
+    report = dmuon.adopt_state(optimizer, source.state_dict(), source="dion", names=[names])
     # --8<-- [end:dion]
     assert str(report).splitlines() == [
         "adopted the state of 4 parameters",
@@ -241,7 +258,7 @@ def test_adoption_leaves_the_source_and_the_hyperparameters_alone():
     before = state_dict["state"][0]["momentum"].clone()
     model = make_model()
     optimizer = make_muon(model, lr=0.5)
-    adopt_state(optimizer, state_dict, source="dion", names=[MUON + ADAMW])
+    dmuon.adopt_state(optimizer, state_dict, source="dion", names=[MUON + ADAMW])
     assert torch.equal(state_dict["state"][0]["momentum"], before)
     assert {group["lr"] for group in optimizer.param_groups} == {0.5}
 
@@ -255,17 +272,17 @@ def test_parts_that_ranks_held_are_joined():
         for absent in (0, 1)
     ]
     optimizer = make_muon(make_model())
-    report = adopt_state(optimizer, parts, source="keller", names=[MUON + ADAMW] * 2)
+    report = dmuon.adopt_state(optimizer, parts, source="keller", names=[MUON + ADAMW] * 2)
     assert len(report.adopted) == 8
     with pytest.raises(ValueError, match=r"up\.weight: the source has no state for it"):
-        adopt_state(optimizer, parts[0], source="keller", names=[MUON + ADAMW])
+        dmuon.adopt_state(optimizer, parts[0], source="keller", names=[MUON + ADAMW])
 
 
 def test_parts_that_differ_raise():
     _, one = train_source("keller", 2)
     _, other = train_source("keller", 3)
     with pytest.raises(ValueError, match=r"up\.weight: two state dicts hold different state"):
-        adopt_state(
+        dmuon.adopt_state(
             make_muon(make_model()),
             [one.state_dict(), other.state_dict()],
             source="keller",
@@ -277,23 +294,34 @@ def refused(state_dict, match, *, source="keller", names=(MUON + ADAMW,), optimi
     """Assert that adoption raises and changes nothing."""
     optimizer = optimizer or make_muon(make_model())
     with pytest.raises(ValueError, match=match):
-        adopt_state(optimizer, state_dict, source=source, names=names)
-    assert not any(
-        value.any() for state in optimizer.state.values() for value in state.values()
-    )
+        dmuon.adopt_state(optimizer, state_dict, source=source, names=names)
+    assert not any(value.any() for state in optimizer.state.values() for value in state.values())
 
 
 def test_misfits_name_the_parameters():
     saved = train_source("keller", 1)[1].state_dict()
     swapped = [*reversed(MUON), *ADAMW]
-    refused(saved, r"(?s)up\.weight: momentum_buffer has shape \(3, 7\).*largest first", names=[swapped])
+    refused(
+        saved, r"(?s)up\.weight: momentum_buffer has shape \(3, 7\).*largest first", names=[swapped]
+    )
     crossed = [*ADAMW, *MUON]
     refused(saved, r"up\.bias: goes to adamw here .* has momentum_buffer", names=[crossed])
     strange = [*MUON, "up.bias", "other.bias"]
-    refused(saved, r"(?s)down\.bias: the source has no.*other\.bias: exp_avg: has no", names=[strange])
-    refused(saved, "5 names|4 parameters, but 5", names=[[*MUON, *ADAMW, "more"]])
+    refused(
+        saved, r"(?s)down\.bias: the source has no.*other\.bias: exp_avg: has no", names=[strange]
+    )
+    refused(saved, "4 parameters, but 5 names", names=[[*MUON, *ADAMW, "more"]])
     refused(saved, "state dict 0 has no names", names=None)
     refused(saved, "source 'other' is unknown", source="other")
+    del saved["param_groups"][0]["momentum"]
+    with pytest.raises(ValueError, match=r"up\.weight: its group .* has no momentum"):
+        dmuon.adopt_state(
+            make_muon(make_model()),
+            saved,
+            source="keller",
+            momentum="heavy_ball",
+            names=[MUON + ADAMW],
+        )
     unnamed = dmuon.Muon(pick(make_model(), MUON))
     refused(saved, "parameter group 0 has no names", optimizer=unnamed)
 
@@ -303,14 +331,16 @@ def test_state_of_another_algorithm_is_not_momentum():
     _, source = train_source("dion", 1)
     saved = source.state_dict()
     saved["param_groups"][0]["algorithm"] = "lion"
-    refused(saved, r"up\.weight: goes to muon here .* the source has momentum, of lion", source="dion")
+    refused(
+        saved, r"up\.weight: goes to muon here .* the source has momentum, of lion", source="dion"
+    )
 
 
 def test_without_strict_the_rest_starts_afresh():
     _, source = train_source("keller", 2)
     optimizer = make_muon(make_model())
     names = ["old.weight", "down.weight", "up.bias", "down.bias"]
-    report = adopt_state(
+    report = dmuon.adopt_state(
         optimizer, source.state_dict(), source="keller", names=[names], strict=False
     )
     assert report.fresh == ("up.weight",)
@@ -321,36 +351,46 @@ def test_without_strict_the_rest_starts_afresh():
 def test_wrappers_in_names_do_not_matter():
     _, source = train_source("keller", 1)
     names = [f"module._orig_mod.{name}" for name in MUON + ADAMW]
-    report = adopt_state(
+    report = dmuon.adopt_state(
         make_muon(make_model()), source.state_dict(), source="keller", names=[names]
     )
     assert not report.fresh
 
 
-def step_after_adoption(sharded):
+def step_after_adoption(layout):
     theirs, source = train_source("dion", 2)
     model = make_model()
     model.load_state_dict(theirs.state_dict())
-    if sharded:
+    options = {"momentum": 0.9, "nesterov": False}
+    if layout == "fsdp2":
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    optimizer = make_muon(model, momentum=0.9, nesterov=False)
-    adopt_state(optimizer, source.state_dict(), source="dion", names=[MUON + ADAMW])
-    set_grads(model if not sharded else make_model(), 3)
-    gradients = make_model()
-    set_grads(gradients, 3)
-    for param, like in zip(model.parameters(), gradients.parameters(), strict=True):
-        grad = like.grad
-        if sharded:
-            grad = torch.distributed.tensor.distribute_tensor(
-                grad, param.device_mesh, param.placements
-            )
-        param.grad = grad
+    if layout == "zero1":
+        options |= {"process_group": dist.group.WORLD, "shard_state": True}
+    optimizer = make_muon(model, **options)
+    dmuon.adopt_state(optimizer, source.state_dict(), source="dion", names=[MUON + ADAMW])
+    whole = make_model()
+    set_grads(whole, 3)
+    for param, like in zip(model.parameters(), whole.parameters(), strict=True):
+        param.grad = like.grad
+        if isinstance(param, DTensor):
+            param.grad = distribute_tensor(like.grad, param.device_mesh, param.placements)
     optimizer.step()
-    return [p.full_tensor() if sharded else p.detach() for p in model.parameters()]
+    weights = [param.detach() for param in model.parameters()]
+    return [w.full_tensor() if isinstance(w, DTensor) else w for w in weights]
 
 
-def test_a_sharded_optimizer_adopts_whole_tensors(run_ranks):
-    one = step_after_adoption(sharded=False)
-    for weights in run_ranks(2, step_after_adoption, True):
+@pytest.mark.parametrize("layout", ["fsdp2", "zero1"])
+def test_a_sharded_optimizer_adopts_whole_tensors(run_ranks, layout):
+    one = step_after_adoption("one process")
+    for weights in run_ranks(2, step_after_adoption, layout):
         for mine, other in zip(weights, one, strict=True):
             assert (mine - other).abs().max().item() <= 1e-5 * LR
+
+
+def test_master_weights_stay():
+    _, source = train_source("keller", 2)
+    model = make_model().bfloat16()
+    optimizer = make_muon(model, master_weights=True)
+    dmuon.adopt_state(optimizer, source.state_dict(), source="keller", names=[MUON + ADAMW])
+    for name, param, _ in optimizer._named_params():
+        assert torch.equal(optimizer.state[param]["master_weight"], param.float()), name

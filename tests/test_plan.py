@@ -4,6 +4,7 @@ import itertools
 import math
 import random
 from collections import Counter
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -77,20 +78,35 @@ def layouts(draw, shape):
     return Case(shape, mesh, ranks, tuple(draw(placement) for _ in mesh), 0)
 
 
+@dataclass(frozen=True)
+class Laid:
+    """A parameter of a test; `source` is where its momentum lies, `target` where it lies itself."""
+
+    fqn: str
+    source: Case
+    target: Case
+    requests: list[Request]
+
+
 @st.composite
 def laid_out(draw, max_params=5):
-    """A few parameters on random layouts: `[(fqn, case, requests)]`."""
+    """A few parameters on random layouts, some with their momentum sharded (ZeRO-1)."""
     params = []
     for i in range(draw(st.integers(1, max_params))):
         shape = draw(SHAPES)
-        case = draw(layouts(shape))
+        target = source = draw(layouts(shape))
+        if all(p.is_replicate() for p in target.placements) and draw(st.booleans()):
+            world = len(target.ranks)
+            source = Case(shape, (world,), target.ranks, (Shard(0),), 0)
         wire = draw(st.sampled_from(["float32", "bfloat16"]))
-        params.append((f"p{i}", case, requests_of(f"p{i}", shape, case.layout, wire_dtype=wire)))
+        options = {"source": source.layout, "wire_dtype": wire}
+        requests = requests_of(f"p{i}", shape, target.layout, **options)
+        params.append(Laid(f"p{i}", source, target, requests))
     return params
 
 
 def all_requests(params):
-    return [request for _, _, requests in params for request in requests]
+    return [request for param in params for request in param.requests]
 
 
 @given(laid_out(), st.integers(1, 4096), st.booleans())
@@ -209,6 +225,22 @@ def gap_to_optimum(shapes, num_ranks):
     return max(plan.loads().values()) / optimum(costs, num_ranks) - 1
 
 
+@pytest.mark.parametrize(
+    ("seconds", "num_ranks", "best"),
+    [
+        # Longest first gives 3 + 2 + 2 against 3 + 2; a swap of 3 and 2 + 2 is a move and a swap.
+        ((3, 3, 2, 2, 2), 2, 6),
+        ((5, 5, 4, 4, 3, 3, 3), 3, 9),
+        ((7, 7, 6, 6, 5, 5, 4, 4, 4), 4, 12),
+    ],
+)
+def test_owners_are_improved_where_longest_first_is_not_the_best(seconds, num_ranks, best):
+    sides = {cost: 8 * (1 + i) for i, cost in enumerate(sorted(set(seconds)))}
+    model = CostModel({(side, side): float(cost) for cost, side in sides.items()})
+    requests = fsdp([(sides[cost], sides[cost]) for cost in seconds], num_ranks)
+    assert max(plan_of(requests, cost_model=model).loads().values()) == best
+
+
 SIDES = [8, 12, 16, 24, 32, 48, 64]
 
 
@@ -253,29 +285,27 @@ def test_buckets_are_as_few_as_the_bound_allows():
     assert [len(bucket.assignments) for bucket in plan.buckets] == [4, 4]
 
 
+def elements(case, rank):
+    return set(case.stored_by(rank).flatten().tolist())
+
+
 def fewest_bytes(params, plan):
     """Bytes that each rank must send, counted element by element from what torch's cuts store."""
     sent = dict.fromkeys(plan.loads(), 0)
-    stored = {
-        (fqn, rank): set(case.stored_by(rank).flatten().tolist())
-        for fqn, case, _ in params
-        for rank in case.ranks
-    }
-    cases = {fqn: case for fqn, case, _ in params}
+    by_name = {param.fqn: param for param in params}
     for a in plan.assignments:
-        fqn, (owner,) = a.request.matrix.fqn, a.owners
+        param, (owner,) = by_name[a.request.matrix.fqn], a.owners
+        source, target = param.source, param.target
         itemsize = {"float32": 4, "bfloat16": 2}[a.request.wire_dtype]
-        case = cases[fqn]
-        missing = set(range(case.whole.numel())) - stored[fqn, owner]
+        missing = set(range(source.whole.numel())) - elements(source, owner)
         # Any replica could send what is missing; the plan takes the owner's own.
-        same_replica = [
-            rank for rank in case.ranks if case.layout.replica(rank) == case.layout.replica(owner)
-        ]
+        replica = source.layout.replica(owner)
+        same_replica = [rank for rank in source.ranks if source.layout.replica(rank) == replica]
         for rank in same_replica:
-            sent[rank] += itemsize * len(stored[fqn, rank] & missing)
-        assert set().union(*(stored[fqn, rank] for rank in same_replica)) >= missing
-        others = [rank for rank in case.ranks if rank != owner]
-        sent[owner] += itemsize * sum(len(stored[fqn, rank]) for rank in others)
+            sent[rank] += itemsize * len(elements(source, rank) & missing)
+        assert set().union(*(elements(source, rank) for rank in same_replica)) >= missing
+        others = [rank for rank in target.ranks if rank != owner]
+        sent[owner] += itemsize * sum(len(elements(target, rank)) for rank in others)
     return sent
 
 
@@ -333,10 +363,11 @@ def test_owners_get_whole_matrices_and_every_holder_its_piece_of_the_update(para
                 updated[leg.position] += leg.piece.numel
             for position, a in enumerate(bucket.assignments):
                 owned = a.request.matrix.numel if rank in a.owners else 0
-                held = a.request.target.pieces(a.request.matrix.block).get(rank)
+                stored = a.request.target.pieces(a.request.matrix.block).get(rank)
+                held = a.request.source.pieces(a.request.matrix.block).get(rank)
                 assert gathered[position] == owned
-                assert updated[position] == (held.numel if held else 0)
-                assert (position in part.held) == (held is not None)
+                assert updated[position] == (stored.numel if stored else 0)
+                assert part.held.get(position) == held
 
 
 @given(laid_out())
@@ -345,9 +376,10 @@ def test_repeating_per_replica_moves_nothing_between_replicas(params):
     for bucket in plan.buckets:
         for rank in bucket.domain:
             part = bucket.itinerary(rank)
-            for leg in (*part.gather.sends, *part.scatter.sends):
-                target = bucket.assignments[leg.position].request.target
-                assert target.replica(leg.peer) == target.replica(rank)
+            for way, route in (("source", part.gather), ("target", part.scatter)):
+                for leg in route.sends:
+                    layout = getattr(bucket.assignments[leg.position].request, way)
+                    assert layout.replica(leg.peer) == layout.replica(rank)
     for a in plan.assignments:
         target = a.request.target
         assert [target.replica(owner) for owner in a.owners] == list(range(target.num_replicas))

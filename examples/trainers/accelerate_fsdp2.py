@@ -1,22 +1,24 @@
 """Accelerate with FSDP2.
 
-accelerate launch --num_processes 2 --use_fsdp --fsdp_version 2 -m examples.trainers.accelerate_fsdp2
+torchrun --standalone --nproc-per-node 2 -m examples.trainers.accelerate_fsdp2 out/run
 
 `prepare` shards the model and puts the sharded parameters into the optimizer's groups. Their names
-and routing stay, and the optimizer plans at the first step.
+and routing stay, and the optimizer plans at the first step. Without GPUs accelerate ignores the
+plugin and uses DDP.
 """
 
 from __future__ import annotations
 
-import tempfile
+import sys
 from pathlib import Path
 
+import torch
 from accelerate import Accelerator
-from accelerate.utils import FullyShardedDataParallelPlugin, broadcast_object_list
+from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
 
 import dmuon
-from examples.trainers.tiny import make_model, tokens
+from examples.trainers.tiny import demonstrate, make_model, tokens
 
 
 def make_accelerator() -> Accelerator:
@@ -27,15 +29,17 @@ def make_accelerator() -> Accelerator:
         transformer_cls_names_to_wrap=["Block"],
         state_dict_type="SHARDED_STATE_DICT",
     )
-    return Accelerator(fsdp_plugin=plugin)
+    return Accelerator(cpu=not torch.cuda.is_available(), fsdp_plugin=plugin)
 
 
-def train(accelerator: Accelerator, folder: Path, *, resume: bool = False) -> nn.Module:
+def train(folder: Path, *, resume: bool = False) -> nn.Module:
     """Train for six steps and save after the third, or go on from there."""
+    accelerator = make_accelerator()
     model = make_model()
     # --8<-- [start:switch]
-    # optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    optimizer = dmuon.Muon(dmuon.param_groups(model), lr=0.02)
+    # Before: torch.optim.AdamW(model.parameters(), lr=3e-3).
+    groups = dmuon.param_groups(model)
+    optimizer = dmuon.Muon(groups, lr=3e-3, adjust_lr_fn="match_rms_adamw")
     model, optimizer = accelerator.prepare(model, optimizer)
     # --8<-- [end:switch]
     # --8<-- [start:loop]
@@ -53,13 +57,8 @@ def train(accelerator: Accelerator, folder: Path, *, resume: bool = False) -> nn
 
 
 def main() -> None:
-    """Train, then train the second half again."""
-    accelerator = make_accelerator()
-    folder = broadcast_object_list([tempfile.mkdtemp()])[0]
-    train(accelerator, Path(folder))
-    accelerator.free_memory()
-    train(accelerator, Path(folder), resume=True)
-    accelerator.end_training()
+    """Train, and train the second half again."""
+    demonstrate(train, Path(sys.argv[1]))
 
 
 if __name__ == "__main__":

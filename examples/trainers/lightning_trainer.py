@@ -1,11 +1,11 @@
 """The Trainer of Lightning with FSDP2.
 
-torchrun --standalone --nproc-per-node 2 -m examples.trainers.lightning_trainer
+torchrun --standalone --nproc-per-node 2 -m examples.trainers.lightning_trainer out/run
 """
 
 from __future__ import annotations
 
-import tempfile
+import sys
 from pathlib import Path
 
 import lightning
@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 import dmuon
-from examples.trainers.tiny import make_model, dataset
+from examples.trainers.tiny import dataset, demonstrate, make_model
 
 
 class LitLM(lightning.LightningModule):
@@ -27,19 +27,20 @@ class LitLM(lightning.LightningModule):
         super().__init__()
         self.model = make_model()
 
+    def training_step(self, tokens_BT: Tensor) -> Tensor:
+        return self.model(tokens_BT)
+
+    # --8<-- [start:switch]
     def configure_model(self) -> None:
         mesh = self.device_mesh["data_parallel"]
         for block in self.model.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
 
-    def training_step(self, tokens_BT: Tensor) -> Tensor:
-        return self.model(tokens_BT)
-
-    # --8<-- [start:switch]
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        # return torch.optim.AdamW(self.parameters(), lr=3e-4)
-        return dmuon.Muon(dmuon.param_groups(self), lr=0.02)
+        # Before: torch.optim.AdamW(self.parameters(), lr=3e-3).
+        groups = dmuon.param_groups(self)
+        return dmuon.Muon(groups, lr=3e-3, adjust_lr_fn="match_rms_adamw")
 
     # --8<-- [end:switch]
 
@@ -47,13 +48,11 @@ class LitLM(lightning.LightningModule):
 def train(folder: Path, *, resume: bool = False) -> nn.Module:
     """Train for two epochs and save after each, or go on from the first."""
     module = LitLM()
-    # --8<-- [start:trainer]
     trainer = lightning.Trainer(
         strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
         devices=2,
         max_epochs=2,
         callbacks=[ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)],
-        # --8<-- [end:trainer]
         accelerator="auto" if torch.cuda.is_available() else "cpu",
         logger=False,
         enable_progress_bar=False,
@@ -70,10 +69,8 @@ def train(folder: Path, *, resume: bool = False) -> nn.Module:
 
 
 def main() -> None:
-    """Train, then train the second half again."""
-    folder = Path(tempfile.gettempdir()) / "lightning-trainer"
-    train(folder)
-    train(folder, resume=True)
+    """Train, and train the second half again."""
+    demonstrate(train, Path(sys.argv[1]))
 
 
 if __name__ == "__main__":

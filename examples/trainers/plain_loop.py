@@ -1,12 +1,11 @@
 """A plain loop with FSDP2 and distributed checkpoints.
 
-torchrun --standalone --nproc-per-node 2 -m examples.trainers.plain_loop
+torchrun --standalone --nproc-per-node 2 -m examples.trainers.plain_loop out/run
 """
 
 from __future__ import annotations
 
-import os
-import tempfile
+import sys
 from pathlib import Path
 
 import torch
@@ -17,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 
 import dmuon
-from examples.trainers.tiny import make_model, tokens
+from examples.trainers.tiny import demonstrate, make_model, tokens
 
 
 def train(folder: Path, *, resume: bool = False) -> nn.Module:
@@ -28,8 +27,9 @@ def train(folder: Path, *, resume: bool = False) -> nn.Module:
     fully_shard(model)
 
     # --8<-- [start:switch]
-    # optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    optimizer = dmuon.Muon(dmuon.param_groups(model), lr=0.02)
+    # Before: torch.optim.AdamW(model.parameters(), lr=3e-3).
+    groups = dmuon.param_groups(model)
+    optimizer = dmuon.Muon(groups, lr=3e-3, adjust_lr_fn="match_rms_adamw")
     # --8<-- [end:switch]
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=6)
 
@@ -63,12 +63,9 @@ def train(folder: Path, *, resume: bool = False) -> nn.Module:
 
 
 def main() -> None:
-    """Train, then train the second half again."""
-    dist.init_process_group("gloo")
-    folder = Path(tempfile.gettempdir()) / f"plain-loop-{os.environ['TORCHELASTIC_RUN_ID']}"
-    train(folder)
-    train(folder, resume=True)
-    dist.destroy_process_group()
+    """Train, and train the second half again."""
+    dist.init_process_group()
+    demonstrate(train, Path(sys.argv[1]))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 VOCAB, DIM, HIDDEN = 64, 32, 44
@@ -55,3 +60,25 @@ def tokens(step: int, rank: int, world_size: int) -> Tensor:
     """Return this rank's rows of the batch of a step."""
     start = step % NUM_BATCHES * BATCH_SIZE
     return dataset()[start : start + BATCH_SIZE][rank::world_size]
+
+
+def full_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return whole weights by name, copied. Collective where they are sharded."""
+    while hasattr(model, "module"):  # DDP
+        model = model.module
+    return {
+        name: param.detach().full_tensor() if isinstance(param, DTensor) else param.detach().clone()
+        for name, param in model.named_parameters()
+    }
+
+
+def demonstrate(train: Callable[..., nn.Module], folder: Path) -> None:
+    """Train, resume from the checkpoint that was saved half-way, and compare the weights."""
+    whole = full_weights(train(folder))
+    resumed = full_weights(train(folder, resume=True))
+    same = all(torch.equal(weight, resumed[name]) for name, weight in whole.items())
+    if dist.get_rank() == 0:
+        print(f"the resumed run has {'the same' if same else 'DIFFERENT'} weights")
+    dist.destroy_process_group()
+    if not same:
+        raise SystemExit(1)

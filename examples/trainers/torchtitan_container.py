@@ -1,6 +1,6 @@
 """torchtitan's optimizer and scheduler containers and checkpoint format, with FSDP2.
 
-torchrun --standalone --nproc-per-node 2 -m examples.trainers.torchtitan_container
+torchrun --standalone --nproc-per-node 2 -m examples.trainers.torchtitan_container out/run
 
 In a torchtitan run only the config changes; the loop below stands for torchtitan's trainer, which
 needs GPUs.
@@ -8,28 +8,37 @@ needs GPUs.
 
 from __future__ import annotations
 
-import os
-import tempfile
+import sys
 from pathlib import Path
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
 
 from dmuon.integrations.torchtitan import default_muon
-from examples.trainers.tiny import make_model, tokens
+from examples.trainers.tiny import demonstrate, make_model, tokens
 
 
 def optimizer_config() -> OptimizersContainer.Config:
     """The part of a run's config that changes."""
     # --8<-- [start:switch]
-    # optimizer = default_adamw(lr=8e-4)
-    optimizer = default_muon(lr=8e-4)
+    optimizer = default_muon(lr=8e-4)  # was default_adamw(lr=8e-4)
     # --8<-- [end:switch]
     return optimizer
+
+
+def checkpoint(
+    model: nn.Module, optimizers: OptimizersContainer, schedulers: LRSchedulersContainer
+) -> dict[str, object]:
+    """What torchtitan's checkpointer gives to `dcp`, which loads the parameters in place."""
+    return {
+        **get_model_state_dict(model),
+        "optimizer": optimizers,
+        "lr_scheduler": schedulers,
+    }
 
 
 def train(folder: Path, *, resume: bool = False) -> nn.Module:
@@ -43,37 +52,22 @@ def train(folder: Path, *, resume: bool = False) -> nn.Module:
         optimizers=optimizers, training_steps=6
     )
 
-    def state() -> dict[str, object]:
-        """As torchtitan's checkpointer: model entries on top, the optimizer flat."""
-        return {
-            **get_model_state_dict(model),
-            "optimizer": optimizers.state_dict(),
-            "lr_scheduler": schedulers.state_dict(),
-        }
-
     if resume:
-        saved = state()
-        dcp.load(saved, checkpoint_id=folder)
-        optimizers.load_state_dict(saved.pop("optimizer"))
-        schedulers.load_state_dict(saved.pop("lr_scheduler"))
-        set_model_state_dict(model, saved)
+        dcp.load(checkpoint(model, optimizers, schedulers), checkpoint_id=folder)
     for step in range(3 if resume else 0, 6):
         model(tokens(step, dist.get_rank(), dist.get_world_size())).backward()
         optimizers.step()
         optimizers.zero_grad()
         schedulers.step()
         if step == 2:
-            dcp.save(state(), checkpoint_id=folder)
+            dcp.save(checkpoint(model, optimizers, schedulers), checkpoint_id=folder)
     return model
 
 
 def main() -> None:
-    """Train, then train the second half again."""
-    dist.init_process_group("gloo")
-    folder = Path(tempfile.gettempdir()) / f"torchtitan-{os.environ['TORCHELASTIC_RUN_ID']}"
-    train(folder)
-    train(folder, resume=True)
-    dist.destroy_process_group()
+    """Train, and train the second half again."""
+    dist.init_process_group()
+    demonstrate(train, Path(sys.argv[1]))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
 """The Trainer of Hugging Face transformers, with DDP or FSDP2.
 
-torchrun --standalone --nproc-per-node 2 -m examples.trainers.transformers_trainer
-torchrun --standalone --nproc-per-node 2 -m examples.trainers.transformers_trainer --fsdp
+torchrun --standalone --nproc-per-node 2 -m examples.trainers.transformers_trainer out/run
+torchrun --standalone --nproc-per-node 2 -m examples.trainers.transformers_trainer out/run --fsdp
 """
 
 from __future__ import annotations
 
 import sys
-import tempfile
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import dmuon
-from examples.trainers.tiny import DIM, HIDDEN, VOCAB, dataset
+from examples.trainers.tiny import DIM, HIDDEN, VOCAB, dataset, demonstrate
 
 FSDP2 = {"version": 2, "transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}
 
@@ -42,7 +42,7 @@ def make_trainer(folder: Path, *, fsdp: bool) -> Trainer:
         max_steps=6,
         save_steps=3,
         per_device_train_batch_size=4,
-        learning_rate=0.02,
+        learning_rate=3e-3,
         fsdp=fsdp,
         fsdp_config={**FSDP2, "state_dict_type": "SHARDED_STATE_DICT"} if fsdp else None,
         use_cpu=not torch.cuda.is_available(),
@@ -52,22 +52,24 @@ def make_trainer(folder: Path, *, fsdp: bool) -> Trainer:
     )
     model = make_llama()
     # --8<-- [start:switch]
-    muon = {"params": dmuon.param_groups(model), "lr": arguments.learning_rate}
+    muon = {
+        "params": dmuon.param_groups(model),
+        "lr": arguments.learning_rate,
+        "adjust_lr_fn": "match_rms_adamw",
+    }
+    if not fsdp:  # DDP
+        muon["process_group"] = dist.group.WORLD
     trainer = Trainer(
         model,
         arguments,
         train_dataset=[{"input_ids": row, "labels": row} for row in dataset()],
-        optimizer_cls_and_kwargs=(dmuon.Muon, muon),  # the line to add
+        optimizer_cls_and_kwargs=(dmuon.Muon, muon),  # without it: AdamW
     )
     # --8<-- [end:switch]
-    if not fsdp:
-        # --8<-- [start:ddp]
-        muon["process_group"] = dist.group.WORLD  # DDP: one rank orthogonalizes each matrix
-        # --8<-- [end:ddp]
     return trainer
 
 
-def train(folder: Path, *, fsdp: bool, resume: bool = False) -> nn.Module:
+def train(folder: Path, *, resume: bool = False, fsdp: bool = False) -> nn.Module:
     """Train, or go on from the checkpoint of step 3."""
     trainer = make_trainer(folder, fsdp=fsdp)
     # --8<-- [start:resume]
@@ -77,11 +79,9 @@ def train(folder: Path, *, fsdp: bool, resume: bool = False) -> nn.Module:
 
 
 def main() -> None:
-    """Train, then train the second half again."""
-    folder = Path(tempfile.gettempdir()) / "transformers-trainer"
+    """Train, and train the second half again."""
     fsdp = "--fsdp" in sys.argv
-    train(folder, fsdp=fsdp)
-    train(folder, fsdp=fsdp, resume=True)
+    demonstrate(partial(train, fsdp=fsdp), Path(sys.argv[1]))
 
 
 if __name__ == "__main__":

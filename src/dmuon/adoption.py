@@ -123,6 +123,8 @@ def adopt_state(
         raise ValueError(f"source {source!r} is unknown; use one of {', '.join(_SOURCES)}")
     if isinstance(state_dicts, Mapping):
         state_dicts = [state_dicts]
+    if momentum not in (None, "ema", "heavy_ball"):
+        raise ValueError(f"momentum {momentum!r} is unknown; use 'ema' or 'heavy_ball'")
     convention = _SOURCES[source]
     heavy_ball = (momentum or convention.momentum) == "heavy_ball"
     mine = optimizer.state_dict()
@@ -142,16 +144,7 @@ def adopt_state(
         problems += [f"{name}: has no place here" for name in report.unused]
     if problems:
         raise ValueError(_join(problems))
-    state = {
-        number: {value.key: entries[value.fqn].values[value.source_key] for value in values}
-        for number, values in adopted.items()
-    }
-    optimizer.load_state_dict({**mine, "state": state})
-    params = {target.fqn: target.param for target in targets}
-    for value in report.adopted:
-        values = optimizer.state[params[value.fqn]]
-        # Not in place: what needed no conversion is still the source's own tensor.
-        values[value.key] = values[value.key] * value.factor
+    _load(optimizer, mine, adopted, entries)
     return report
 
 
@@ -173,7 +166,6 @@ class _Target:
     """A parameter of the optimizer, its number in the state dict, its state and its group."""
 
     fqn: str
-    param: Tensor
     number: int
     state: Mapping[str, Tensor]
     group: Mapping[str, Any]
@@ -235,21 +227,25 @@ class _Convention:
                 f"{', '.join(target.keys)}; the source has {', '.join(entry.state)}"
                 + (f", of {algorithm}" if algorithm != target.algorithm else "")
             )
-        factor = 1.0
-        if heavy_ball and target.group["use_muon"]:
-            factor -= self.hyperparameters(entry.group)["momentum"]
-        return [
-            Adopted(
-                target.fqn,
-                key,
-                name,
-                factor,
-                _checked_dtype(f"{target.fqn}: {name}", values[name], target.state[key]),
-                _dtype(target.state[key]),
+        factor = self._factor(target, entry) if heavy_ball else 1.0
+        adopted = []
+        for key, name in found.items():
+            value, like = values[str(name)], target.state[key]
+            _check_shape(f"{target.fqn}: {name}", value, like)
+            adopted.append(Adopted(target.fqn, key, str(name), factor, _dtype(value), _dtype(like)))
+        return adopted
+
+    def _factor(self, target: _Target, entry: _Entry) -> float:
+        # See [Note: momentum conventions].
+        if not target.group["use_muon"]:
+            return 1.0
+        momentum = self.hyperparameters(entry.group).get("momentum")
+        if momentum is None:
+            raise ValueError(
+                f"{target.fqn}: its group in the source has no momentum coefficient, which gives "
+                "the factor of its buffer; put it into the group"
             )
-            for key, name in found.items()
-            if name is not None
-        ]
+        return 1.0 - float(momentum)
 
 
 _SOURCES = {
@@ -281,10 +277,9 @@ def _targets(optimizer: Muon, state_dict: StateDict) -> list[_Target]:
                 f"parameter group {i} has no names to find state by; make the optimizer with "
                 "dmuon.param_groups(model), or with named parameters"
             )
-        numbers = packed["params"]
-        for fqn, param, number in zip(group["param_names"], group["params"], numbers, strict=True):
+        for fqn, number in zip(group["param_names"], packed["params"], strict=True):
             if number in state_dict["state"]:
-                targets.append(_Target(fqn, param, number, state_dict["state"][number], packed))
+                targets.append(_Target(fqn, number, state_dict["state"][number], packed))
     return targets
 
 
@@ -350,15 +345,14 @@ def _dtype(value: Any) -> str:  # noqa: ANN401 - a number or a tensor
     return str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else "number"
 
 
-def _checked_dtype(name: str, value: Any, like: Tensor) -> str:  # noqa: ANN401
+def _check_shape(name: str, value: Any, like: Tensor) -> None:  # noqa: ANN401
     shape = tuple(value.shape) if isinstance(value, Tensor) else ()
     if shape != tuple(like.shape):
         raise ValueError(
             f"{name} has shape {shape} in the source, but {tuple(like.shape)} is needed; give the "
-            "names in the order of the source's groups (KellerJordan's Muon and MuonWithAuxAdam "
-            "sort the matrices of a group by size, largest first)"
+            "names in the order of the source's groups (KellerJordan's MuonWithAuxAdam sorts the "
+            "matrices of a group by size, largest first)"
         )
-    return _dtype(value)
 
 
 def _report(
@@ -404,6 +398,26 @@ def _plain(value: Any) -> Any:  # noqa: ANN401 - a hyperparameter
     if isinstance(value, list):
         return tuple(value)
     return "original" if value is None else value
+
+
+def _load(
+    optimizer: Muon,
+    state_dict: StateDict,
+    adopted: Mapping[int, Sequence[Adopted]],
+    entries: Mapping[str, _Entry],
+) -> None:
+    """Load what was found, each value by the parameter's number, and apply the factors."""
+    state = {
+        number: {value.key: entries[value.fqn].values[value.source_key] for value in values}
+        for number, values in adopted.items()
+    }
+    optimizer.load_state_dict({**state_dict, "state": state})
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for number, values in adopted.items():
+        loaded = optimizer.state[params[number]]
+        for value in values:
+            # Not in place: what needed no conversion is still the source's own tensor.
+            loaded[value.key] = loaded[value.key] * value.factor
 
 
 def _join(problems: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ any split.
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -107,6 +108,14 @@ def _merge_group(saved: Mapping[str, Any], group: Mapping[str, Any], number: int
         raise ValueError(
             f"{where}: it was saved as {was} and is {now} now; route its parameters as when the "
             "checkpoint was written"
+        )
+    if not saved.keys() - {"params"}:
+        warnings.warn(
+            f"{where}: the state dict has no hyperparameters for it, because its parameters were "
+            "grouped otherwise when it was saved; those of the optimizer stay. Save and load with "
+            "StateDictOptions(flatten_optimizer_state_dict=True) to take the saved ones",
+            UserWarning,
+            stacklevel=2,
         )
     merged = {**group, **saved}
     for key in _MODEL_FACTS:

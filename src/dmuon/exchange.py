@@ -7,7 +7,7 @@ and NCCL, so no byte is sent that does not have to move.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dmuon.plan import Bucket, Domain, Leg, Plan, Route
+from dmuon.plan import Bucket, Description, Domain, Leg, Route, digest
 
 
 @dataclass(slots=True)
@@ -74,18 +74,33 @@ class Exchange:
         if ranks == tuple(sorted(ranks)):
             self._groups.setdefault(ranks, group)
 
-    def prepare(self, plan: Plan, devices: dict[Domain, torch.device]) -> None:
-        """Make a group for every domain and check that its ranks have the same plan.
+    def prepare(
+        self, devices: dict[Domain, torch.device], describe: Callable[[Domain], Description]
+    ) -> None:
+        """Make a group for every domain and check that its ranks agree about it.
 
-        Collective: all ranks of each domain, largest first.
+        Collective: all ranks of each domain.
+
+        Args:
+            devices: The domains, and where each exchanges.
+            describe: What this rank knows and plans of a domain.
 
         Raises:
-            RuntimeError: On all ranks, if any two plans differ; names the first parameter.
+            RuntimeError: On all ranks, if any two differ; names the first parameter.
         """
-        for domain in sorted(devices, key=lambda ranks: (-len(ranks), ranks)):
-            if len(domain) > 1:
-                self._group(domain)
-                self._check_fingerprint(plan, domain, devices[domain])
+        # Largest first: an order in which all ranks can make groups.
+        shared = [domain for domain in devices if len(domain) > 1]
+        shared.sort(key=lambda ranks: (-len(ranks), ranks))
+        error = None
+        for domain in shared:
+            self._group(domain)
+            found = self._disagreement(describe(domain), domain, devices[domain])
+            error = error or found
+        # From part of a larger domain to all of it, or the others would wait for this rank.
+        for domain in reversed(shared):
+            error = self.first_of(domain, error)
+        if error is not None:
+            raise RuntimeError(error)
 
     def agree(self, domain: Domain, flags: Sequence[bool], device: torch.device) -> Agreement:
         """Start to combine a flag per parameter over the ranks of a domain.
@@ -150,16 +165,18 @@ class Exchange:
                 self._groups[domain] = dist.new_group(list(domain), use_local_synchronization=True)
         return self._groups[domain]
 
-    def _check_fingerprint(self, plan: Plan, domain: Domain, device: torch.device) -> None:
+    def _disagreement(
+        self, description: Description, domain: Domain, device: torch.device
+    ) -> str | None:
         group = self._group(domain)
-        mine = torch.tensor(list(plan.fingerprint(domain)), dtype=torch.uint8, device=device)
+        mine = torch.tensor(list(digest(description)), dtype=torch.uint8, device=device)
         prints = [torch.empty_like(mine) for _ in domain]
         dist.all_gather(prints, mine, group=group)
         if all(torch.equal(other, mine) for other in prints):
-            return
-        plans: list[dict[str, str]] = [{} for _ in domain]
-        dist.all_gather_object(plans, plan.describe(domain), group=group)
-        raise RuntimeError(_difference(dict(zip(domain, plans, strict=True))))
+            return None
+        found: list[Description] = [{} for _ in domain]
+        dist.all_gather_object(found, description, group=group)
+        return _difference(dict(zip(domain, found, strict=True)))
 
 
 def reduced_grad(param: Tensor) -> Tensor:
@@ -194,17 +211,19 @@ def _splits(legs: Sequence[Leg], domain: Domain) -> list[int]:
     return list(numel.values())
 
 
-def _difference(plans: dict[int, dict[str, str]]) -> str:
-    """Name the first matrix on which the ranks' plans differ, and what each found."""
-    missing = "no such matrix"
-    keys = sorted({key for plan in plans.values() for key in plan})
-    for key in keys:
-        found = {rank: plan.get(key, missing) for rank, plan in plans.items()}
-        if len(set(found.values())) > 1:
-            lines = "\n".join(f"  rank {rank}: {text}" for rank, text in found.items())
-            return (
-                f"{key}: ranks disagree about this matrix, so they cannot exchange it:\n{lines}\n"
-                "Build the same model, the same parameter groups and the same sharding on every "
-                "rank of the mesh"
-            )
+def _difference(descriptions: dict[int, Description]) -> str:
+    """Name the first parameter about which ranks disagree, and what each found."""
+    missing = "nothing of this name", ""
+    keys = sorted({key for description in descriptions.values() for key in description})
+    # One parameter that differs moves the owners of others: what ranks found comes first.
+    for part in (0, 1):
+        for key in keys:
+            found = {rank: d.get(key, missing) for rank, d in descriptions.items()}
+            if len({lines[part] for lines in found.values()}) > 1:
+                text = "\n".join(f"  rank {rank}: {lines[part]}" for rank, lines in found.items())
+                return (
+                    f"{key}: ranks disagree about this parameter, so they cannot exchange it:\n"
+                    f"{text}\nBuild the same model, the same parameter groups and the same "
+                    "sharding on every rank of the mesh"
+                )
     raise AssertionError("fingerprints differ but plans do not")

@@ -203,6 +203,8 @@ class Muon(Optimizer):
             raise
         self._init_state()
 
+    # Without it, torch.compile(optimizer.step) would trace the planner.
+    @torch.compiler.disable
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Take one step.
@@ -364,7 +366,7 @@ class Muon(Optimizer):
                 for param in [p.param for p in params]:
                     if isinstance(param, DTensor) and param.device_mesh.ndim == 1:
                         self._exchange.adopt(param.device_mesh.get_group())
-            self._exchange.prepare(planned.plan, planned.devices)
+            self._exchange.prepare(planned.devices, planned.describe)
             self._planned = planned
         return self._planned
 

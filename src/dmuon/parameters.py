@@ -1,4 +1,4 @@
-"""The Muon parameters as a plan sees them: from groups to requests, and to local tensors."""
+"""The parameters as a plan sees them: from groups to requests, and to local tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dmuon.layout import Layout, local_part, read_layout, wire_device
 from dmuon.matrices import matrices_of
 from dmuon.orthogonalize import resolve_coefficients
 from dmuon.pipeline import LocalShard, ns_dtype
-from dmuon.plan import Domain, Itinerary, Plan, Request
+from dmuon.plan import Description, Domain, Itinerary, Plan, Request
 
 NamedParam = tuple[str, Tensor, dict[str, Any]]
 
@@ -179,6 +179,12 @@ class PlannedParams:
         for p in sorted(everyone, key=lambda p: p.fqn):
             self.by_domain.setdefault(p.domain, []).append(p)
         self._parts: dict[frozenset[str], list[Itinerary]] = {}
+
+    def describe(self, domain: Domain) -> Description:
+        """All that the ranks of a domain must agree on."""
+        others = [p for p in self.others if p.domain == domain]
+        adamw = {p.fqn: (f"shape {tuple(p.param.shape)}, AdamW", "") for p in others}
+        return {**self.plan.describe(domain), **dict(sorted(adamw.items()))}
 
     def parts(self, absent: frozenset[str]) -> list[Itinerary]:
         """This rank's part in every bucket when `absent` have no gradient on any rank."""

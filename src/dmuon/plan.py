@@ -16,6 +16,8 @@ from dmuon.layout import Layout
 from dmuon.matrices import Matrix, Piece
 
 Domain = tuple[int, ...]
+# Per matrix or parameter, what ranks must agree on: what it is, and what was planned for it.
+Description = dict[str, tuple[str, str]]
 
 _ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _MAX_IMPROVEMENTS = 200
@@ -244,8 +246,8 @@ class Plan:
                     sent[owner] += itemsize * piece.numel * (owner != holder)
         return sent
 
-    def describe(self, domain: Domain) -> dict[str, str]:
-        """One line per matrix of a domain, as compared across its ranks."""
+    def describe(self, domain: Domain) -> Description:
+        """The matrices of a domain, as compared across its ranks."""
         lines = {}
         for number, bucket in enumerate(b for b in self.buckets if b.domain == domain):
             for a in bucket.assignments:
@@ -253,14 +255,20 @@ class Plan:
                 owners = ", ".join(map(str, a.owners))
                 lines[str(r.matrix)] = (
                     f"shape {r.target.shape}, {r.target} on ranks {r.target.ranks}, state "
-                    f"{r.source}, {r.wire_dtype}, {r.method}, owner {owners}, bucket {number}"
+                    f"{r.source}, {r.wire_dtype}, {r.method}",
+                    f"owner {owners}, bucket {number}",
                 )
         return lines
 
     def fingerprint(self, domain: Domain) -> bytes:
-        """SHA-256 of everything the ranks of a domain must agree on."""
-        text = "\n".join(f"{key}: {line}" for key, line in self.describe(domain).items())
-        return hashlib.sha256(text.encode()).digest()
+        """SHA-256 of all that the plan says of a domain."""
+        return digest(self.describe(domain))
+
+
+def digest(description: Description) -> bytes:
+    """SHA-256 of a description."""
+    text = "\n".join(f"{key}: {', '.join(lines)}" for key, lines in description.items())
+    return hashlib.sha256(text.encode()).digest()
 
 
 @dataclass(slots=True)

@@ -10,7 +10,6 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
     set_optimizer_state_dict,
@@ -37,7 +36,10 @@ PAIRS = [
     ("FSDP2 on 4", "FSDP2 on 2"),
     ("FSDP2 on 4", "FSDP2 on 3"),
     ("FSDP2 on 4", "FSDP2 on 1"),
+    # R58: converters knew `exp_avg` only, and files were named by rank.
+    ("FSDP2 on 2", "FSDP2 on 1"),
     ("FSDP2 on 2", "FSDP2 on 3"),
+    ("FSDP2 on 2", "FSDP2 on 4"),
     ("FSDP2 on 3", "HSDP"),
     ("HSDP", "TP x FSDP2"),
     ("TP x FSDP2", "DDP on 2"),
@@ -142,7 +144,7 @@ def describe_state(topology):
     }
 
 
-@pytest.mark.parametrize("topology", ["FSDP2 on 4", "EP", "DDP on 3, sharded state"])
+@pytest.mark.parametrize("topology", [n for n, t in TOPOLOGIES.items() if t.world_size > 1])
 def test_state_is_complete_and_the_same_on_all_ranks_from_construction(run_ranks, topology):
     # R52: owner-only state broke DCP's flattening, and full state dicts kept one rank's alone.
     first, *others = run_ranks(TOPOLOGIES[topology].world_size, describe_state, topology)
@@ -150,6 +152,42 @@ def test_state_is_complete_and_the_same_on_all_ranks_from_construction(run_ranks
     assert {key for name, key in first if name == "bias"} == {"step", "exp_avg", "exp_avg_sq"}
     assert {key for name, key in first if name != "bias"} == {"momentum_buffer"}
     assert first["experts", "momentum_buffer"] == ((3, 4, 6), torch.float32)
+
+
+def save_dtype(topology, directory, dtype):
+    model, optimizer = build(TOPOLOGIES[topology], seed=1, dtype=dtype)
+    train(model, optimizer, range(2))
+    save(directory, model, optimizer)
+    return state_of(model, optimizer)
+
+
+def load_dtype(topology, directory, dtype, saved):
+    model, optimizer = build(TOPOLOGIES[topology], seed=2, dtype=dtype)
+    load(directory, model, optimizer)
+    expected = {n: t if n.endswith("step") else t.to(dtype) for n, t in saved.items()}
+    assert_same(state_of(model, optimizer), expected)
+    train(model, optimizer, range(2, 4))
+    assert all(weight.isfinite().all() for weight in weights_of(model).values())
+
+
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
+)
+@pytest.mark.parametrize(
+    ("saved_on", "loaded_on"),
+    [
+        ("FSDP2 on 3", "FSDP2 on 2"),
+        ("EP x FSDP2", "TP x FSDP2"),
+        ("HSDP", "DDP on 4, sharded state"),
+    ],
+)
+def test_momentum_is_converted_to_the_dtype_of_its_parameter(
+    run_ranks, tmp_path, saved_on, loaded_on, dtypes
+):
+    # R39
+    source, target = TOPOLOGIES[saved_on], TOPOLOGIES[loaded_on]
+    saved = run_ranks(source.world_size, save_dtype, saved_on, tmp_path, dtypes[0])
+    run_ranks(target.world_size, load_dtype, loaded_on, tmp_path, dtypes[1], saved[0])
 
 
 def twice_the_rows(shape):
@@ -329,6 +367,52 @@ def test_methods_keep_the_signatures_of_the_base(method):
         for cls in (dmuon.Muon, torch.optim.Optimizer)
     )
     assert ours == base
+
+
+def regroup(merge):
+    """Load into an optimizer that splits one of two weights, and so has one group more or less."""
+    models = [shard(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 8))) for _ in range(2)]
+    splits = [{"0": (4, 2)}, {}] if merge else [{}, {"0": (4, 2)}]
+    optimizer, fresh = (
+        dmuon.Muon(dmuon.param_groups(model, split=split), lr=lr)
+        for model, split, lr in zip(models, splits, (0.01, 7.0), strict=True)
+    )
+    train(models[0], optimizer, range(2))
+    return *models, optimizer, fresh
+
+
+def regroup_through_files(directory, style, merge):
+    model, fresh_model, optimizer, fresh = regroup(merge)
+    FORMATS[style][0](directory, model, optimizer)
+    FORMATS[style][1](directory, fresh_model, fresh)
+    assert_same(state_of(fresh_model, fresh), state_of(model, optimizer))
+    train(fresh_model, fresh, range(1))
+    return [(group["param_names"], group["split"], group["lr"]) for group in fresh.param_groups]
+
+
+MERGED = [(["0.weight", "1.weight"], None, 0.01), (["0.bias", "1.bias"], None, 0.01)]
+DIVIDED = [(["0.weight"], ((4, 2), 0), 0.01), (["1.weight"], None, 0.01), MERGED[1]]
+
+
+@pytest.mark.parametrize(("merge", "expected"), [(False, DIVIDED), (True, MERGED)])
+def test_parameters_may_be_split_and_grouped_anew(run_ranks, tmp_path, merge, expected):
+    groups = run_ranks(2, regroup_through_files, tmp_path, "flat", merge)[0]
+    assert sorted(groups) == sorted(expected)
+
+
+def regroup_in_memory():
+    model, fresh_model, optimizer, fresh = regroup(merge=False)
+    state_dict = get_optimizer_state_dict(model, optimizer)
+    with pytest.warns(UserWarning, match="parameter group 0: the state dict has no hyperparam"):
+        set_optimizer_state_dict(fresh_model, fresh, state_dict)
+    assert_same(state_of(fresh_model, fresh), state_of(model, optimizer))
+    train(fresh_model, fresh, range(1))
+    return [group["lr"] for group in fresh.param_groups]
+
+
+def test_hyperparameters_that_torch_loses_are_kept_and_said(run_ranks):
+    # Values of the nested form belong to groups, and torch gives those of a divided one to one half.
+    assert run_ranks(2, regroup_in_memory)[0] == [7.0, 0.01, 0.01]
 
 
 def save_experts(directory):

@@ -5,6 +5,7 @@ import copy
 import math
 import multiprocessing
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -105,7 +106,7 @@ def assert_near(a, b, tolerance=1e-5):
         torch.testing.assert_close(x, y, rtol=0, atol=tolerance * LR)
 
 
-# Accumulation (R42)
+# Accumulation
 
 
 @contextlib.contextmanager
@@ -148,7 +149,7 @@ def test_accumulated_micro_batches_equal_one_batch_and_take_one_update(run_ranks
     assert sum(num_ns for _, num_ns in accumulated) == 3 * NUM_MATRICES
 
 
-# Loss scaling (R37)
+# Loss scaling
 
 
 def train_with_scaler(layout, bad_step):
@@ -180,7 +181,7 @@ def test_a_step_that_the_scaler_discards_changes_no_bit_on_any_rank(run_ranks, l
 
 
 def scale_with_experts():
-    """Experts of ranks 0, 1 overflow, which ranks 2, 3 do not store; the dense group comes first."""
+    """Experts of ranks 0, 1 overflow, which ranks 2, 3 do not store; a dense weight is first."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "efsdp"))
     dense = distribute_tensor(seeded((4, 4), 0), init_device_mesh("cpu", (4,)), [Shard(0)])
     expert = distribute_tensor(seeded((2, 4, 3), 1), mesh["efsdp"], [Shard(1)])
@@ -208,7 +209,7 @@ def reshard_in_place():
     p.grad = p.detach().clone()
     optimizer.step()
     p.grad = None
-    p.data = p.data.redistribute(placements=[Shard(1)])
+    torch.utils.swap_tensors(p, nn.Parameter(p.detach().redistribute(placements=[Shard(1)])))
     p.grad = p.detach().clone()
     with pytest.raises(ValueError, match="w: the shape, layout or algorithm"):
         optimizer.step()
@@ -241,7 +242,7 @@ def test_the_loss_scale_changes_neither_weights_nor_norms(run_ranks):
     run_ranks(2, train_scaled_and_clipped)
 
 
-# Infinite and NaN gradients without a scaler (R37)
+# Infinite and NaN gradients without a scaler
 
 
 def skip_bad_step(layout, index, value):
@@ -367,7 +368,7 @@ def test_an_optimizer_of_one_rank_does_not_wait_for_the_others(run_ranks):
     run_ranks(2, step_on_rank_0_alone)
 
 
-# Missing gradients (R16)
+# Missing gradients
 
 
 def step_without(layout, absent):
@@ -416,7 +417,7 @@ def test_a_gradient_that_only_some_ranks_miss_counts_as_zeros(run_ranks, layout,
     run_ranks(LAYOUTS[layout], step_with_none_on_rank_0, layout, index)
 
 
-# New weights are there after step() (R32)
+# New weights are there after step()
 
 
 def read_after_step(layout):
@@ -437,7 +438,7 @@ def test_every_read_after_a_step_sees_the_new_weights(run_ranks, layout):
     run_ranks(LAYOUTS[layout], read_after_step, layout)
 
 
-# CPU offload (R71)
+# CPU offload
 
 
 def train_offloaded():
@@ -459,7 +460,7 @@ def test_offloaded_parameters_train_as_others_do(run_ranks):
     run_ranks(2, train_offloaded)
 
 
-# Parameters that change after construction (R63, R67)
+# Parameters that change after construction
 
 
 def shard_after_construction():
@@ -534,7 +535,7 @@ def train_adapters(layout):
     model = lora(layout)
     group = dist.group.WORLD if layout == "DDP" else None
     optimizer = dmuon.Muon(model.named_parameters(), lr=LR, process_group=group)
-    base, a, b = model.parameters()
+    base, a, _ = model.parameters()
     start = full_tensor(base).clone()
     after = []
     for step in range(3):
@@ -592,6 +593,36 @@ def grow(layout):
 def test_a_group_added_later_takes_part_in_the_next_step(run_ranks, layout):
     results = run_ranks(2, grow, layout)
     assert [sum(counts) for counts in zip(*results, strict=True)] == [1, 2]
+
+
+# The snippets of docs/gradients.md
+
+DOCS = Path(__file__).parents[2] / "docs" / "gradients.md"
+SNIPPETS = re.findall(r"^```python\n(.*?)^```", DOCS.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def run_snippet(code):
+    layout = "DDP" if "no_sync" in code else "FSDP2"
+    model, optimizer = build(layout)
+    micro_batches = [(seeded((4, 6), i), seeded((4, 5), i)) for i in range(2)]
+    x, y = micro_batches[0]
+    if ".backward()" not in code:
+        set_grads(model, 0)
+    before = whole(model)
+    names = {
+        **{"torch": torch, "dmuon": dmuon, "contextlib": contextlib, "device": "cpu"},
+        **{"model": model, "optimizer": optimizer, "loss_fn": nn.functional.mse_loss},
+        **{"micro_batches": micro_batches, "x": x, "y": y},
+    }
+    exec(code, names)
+    if "step(" not in code:
+        names["optimizer"].step()
+    assert not any(torch.equal(a, b) for a, b in zip(before, whole(model), strict=True))
+
+
+@pytest.mark.parametrize("code", SNIPPETS, ids=[s.split("\n")[0][:40] for s in SNIPPETS])
+def test_every_snippet_of_the_page_runs_and_trains(run_ranks, code):
+    run_ranks(2, run_snippet, code)
 
 
 # The end of a process

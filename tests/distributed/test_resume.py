@@ -13,12 +13,6 @@ from tests.distributed.layout_cases import CASES
 from tests.distributed.parity import LR, Spec, meshes_of, seeded
 from tests.distributed.test_checkpoint import load, save
 
-DTYPES = {
-    "float32": (torch.float32, {}),
-    "bfloat16": (torch.bfloat16, {}),
-    "bfloat16 with master weights": (torch.bfloat16, {"master_weights": True}),
-}
-
 
 def build(specs, muon, seed, lr=LR):
     """Build a fresh model with its optimizer; the last parameter never gets a gradient."""
@@ -57,6 +51,8 @@ def shards(model, optimizer):
 
 
 def resume(specs, muon, directory):
+    if "process_group" in muon:
+        muon = {**muon, "process_group": dist.group.WORLD}
     model, optimizer = build(specs, muon, seed=1)
     train(model, optimizer, range(6))
 
@@ -75,12 +71,13 @@ def resume(specs, muon, directory):
         assert found[name].dtype == tensor.dtype, name
 
 
-def resume_each_dtype(specs, muon, directory):
-    if "process_group" in muon:
-        muon = {**muon, "process_group": dist.group.WORLD}
-    for name, (dtype, options) in DTYPES.items():
-        typed = [replace(spec, dtype=dtype) for spec in specs]
-        resume(typed, {**muon, **options}, directory / name)
+def specs_of(case, *dtypes):
+    """Every parameter in each dtype, a bias for AdamW, and one that never gets a gradient."""
+    plain = all(spec.mesh is None for spec in case.specs)
+    layout = {} if plain else {"mesh": (case.world_size,), "placements": (Shard(0),)}
+    bias = Spec((7,), **layout, options={"use_muon": False})
+    typed = [replace(spec, dtype=dtype) for dtype in dtypes for spec in (*case.specs, bias)]
+    return [*typed, Spec((4, 6), **layout)]
 
 
 @pytest.mark.parametrize(
@@ -88,8 +85,17 @@ def resume_each_dtype(specs, muon, directory):
 )
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(run_ranks, tmp_path, case):
     # R53: lazily made state was no part of the load template, and momentum restarted from zero.
-    plain = all(spec.mesh is None for spec in case.specs)
-    layout = {} if plain else {"mesh": (case.world_size,), "placements": (Shard(0),)}
-    bias = Spec((7,), **layout, options={"use_muon": False})
-    idle = Spec((4, 6), **layout)
-    run_ranks(case.world_size, resume_each_dtype, [*case.specs, bias, idle], case.muon, tmp_path)
+    specs = specs_of(case, torch.float32, torch.bfloat16)
+    run_ranks(case.world_size, resume, specs, case.muon, tmp_path)
+
+
+WITH_MASTERS = ["FSDP2, uneven and empty shards", "HSDP 2x2", "DDP, sharded state"]
+WITH_MASTERS += ["FSDP x TP, column-parallel", "EP x FSDP, Shard(1)"]
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.name in WITH_MASTERS], ids=lambda case: case.name
+)
+def test_master_weights_resume_bit_exactly(run_ranks, tmp_path, case):
+    muon = {**case.muon, "master_weights": True}
+    run_ranks(case.world_size, resume, specs_of(case, torch.bfloat16), muon, tmp_path)

@@ -14,7 +14,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import dmuon
-
 from tests.distributed.parity import LR, seeded
 
 SHAPES = {

@@ -1,4 +1,5 @@
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -7,6 +8,7 @@ from dmuon.orthogonalize.coefficients import (
     REGISTRY,
     check_safe,
     evaluate,
+    format_registry,
     minimax_composition,
     resolve_coefficients,
 )
@@ -135,3 +137,8 @@ def test_condition_numbers_are_those_of_the_published_tuner():
     coefficients = resolve_coefficients("polar_express_gram")
     assert condition_number(coefficients, (2,), 4e-4) == pytest.approx(85, rel=0.05)
     assert condition_number(coefficients, (), 4e-4) > 1e9
+
+
+def test_the_table_in_the_docs_is_the_generated_one():
+    page = Path(__file__).parents[2] / "docs" / "orthogonalize.md"
+    assert format_registry() in page.read_text()

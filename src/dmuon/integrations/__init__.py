@@ -1,1 +1,1 @@
-"""Thin adapters to trainers that cannot take the optimizer as it is; each imports its own library."""
+"""Adapters to trainers that cannot take the optimizer as it is; each imports its own library."""

@@ -58,7 +58,10 @@ class MuonContainer(OptimizersContainer):
 
 
 def default_muon(
-    lr: float = 8e-4, *, routing: dict[str, Any] | None = None, **options: Any
+    lr: float = 8e-4,
+    *,
+    routing: dict[str, Any] | None = None,
+    **options: Any,  # noqa: ANN401 - as default_adamw
 ) -> MuonContainer.Config:
     """Return an optimizer config to put where `default_adamw(lr=...)` stood.
 

@@ -158,7 +158,7 @@ _LISTS = (
     ),
     CoefficientList(
         "polar_express_nanogpt",
-        "karpathy/nanochat, microsoft/dion and modded-nanogpt: Polar Express built with safety 0.02",
+        "karpathy/nanochat and microsoft/dion: Polar Express built with safety 0.02",
         5,
         lambda steps: minimax_composition(steps, safety=0.02, cushion=0.02),
     ),
@@ -196,6 +196,19 @@ _LISTS = (
 REGISTRY = {entry.name: entry for entry in _LISTS}
 
 
+def format_registry() -> str:
+    """Return the lists and where they take singular values, as a Markdown table."""
+    lines = [
+        "| name | steps | sigma >= 0.01 lands in | sigma >= 0.001 lands in | source |",
+        "|---|---|---|---|---|",
+    ]
+    for entry in REGISTRY.values():
+        ranges = ("{:.3f} to {:.3f}".format(*entry.output_range(low)) for low in (1e-2, 1e-3))
+        cells = (f"`{entry.name}`", str(entry.default_steps), *ranges, entry.source)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def resolve_coefficients(
     spec: str | Triple | Sequence[Triple], steps: int | None = None
 ) -> Coefficients:
@@ -218,11 +231,12 @@ def resolve_coefficients(
         if spec not in REGISTRY:
             raise ValueError(f"unknown ns_coefficients {spec!r}; known names: {sorted(REGISTRY)}")
         entry = REGISTRY[spec]
-        return entry.make(steps or entry.default_steps)
-    items = tuple(spec)
-    single = len(items) == 3 and all(isinstance(item, (int, float)) for item in items)
-    triples = _check_triples((items,) if single else items)
-    coefficients = extend(triples, steps or (5 if single else len(triples)))
+        coefficients = entry.make(steps or entry.default_steps)
+    else:
+        items = tuple(spec)
+        single = len(items) == 3 and all(isinstance(item, (int, float)) for item in items)
+        triples = _check_triples((items,) if single else items)
+        coefficients = extend(triples, steps or (5 if single else len(triples)))
     check_safe(coefficients)
     return coefficients
 

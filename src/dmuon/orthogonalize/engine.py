@@ -9,8 +9,8 @@ from torch import Tensor
 from dmuon.orthogonalize.coefficients import Coefficients
 from dmuon.orthogonalize.gram import gram_newton_schulz, safe_restarts
 from dmuon.orthogonalize.newton_schulz import newton_schulz
-from dmuon.orthogonalize.normalize import normalize
-from dmuon.orthogonalize.symmetric import SymmetricProduct, dense_product, block_product
+from dmuon.orthogonalize.normalize import normalize, precondition
+from dmuon.orthogonalize.symmetric import SymmetricProduct, block_product, dense_product
 
 # Measured with benchmarks/orthogonalize.py: below, blocks are too small to fill a GEMM.
 SMALLEST_BLOCKED = 256
@@ -47,6 +47,7 @@ def orthogonalize(
     eps: float = 1e-7,
     dtype: torch.dtype | None = None,
     backend: str = "auto",
+    aol: bool = False,
 ) -> Tensor:
     """Return the nearest semi-orthogonal matrix to each matrix in `x`, approximately.
 
@@ -62,6 +63,7 @@ def orthogonalize(
         dtype: In which to iterate; None is the dtype of `x`. Norms are taken in float32.
         backend: One of `BACKENDS`, used or refused, never replaced; or "auto", see
             `choose_backend`.
+        aol: Whether to scale rows first, see `precondition`; made for the "turbo" coefficients.
 
     Returns:
         A new tensor with the shape and dtype of `x`.
@@ -82,7 +84,10 @@ def orthogonalize(
     if tall:
         x_BMN = x_BMN.mT
     coefficients = tuple(coefficients)
-    y_BMN = normalize(x_BMN, eps=eps, dtype=dtype or x.dtype)
+    y_BMN = normalize(x_BMN, eps=eps)
+    if aol:
+        y_BMN = precondition(y_BMN)
+    y_BMN = y_BMN.to(dtype or x.dtype)
     if backend == "auto":
         backend = choose_backend(y_BMN, coefficients)
     y_BMN = _iteration(backend, y_BMN, coefficients)(y_BMN)
@@ -107,9 +112,7 @@ def choose_backend(x_BMN: Tensor, coefficients: Coefficients) -> str:
     return form + "_blocks"
 
 
-def _iteration(
-    backend: str, x: Tensor, coefficients: Coefficients
-) -> Callable[[Tensor], Tensor]:
+def _iteration(backend: str, x: Tensor, coefficients: Coefficients) -> Callable[[Tensor], Tensor]:
     """Return the named iteration, or raise a ValueError if it cannot run on `x`."""
     form = "gram" if backend.startswith("gram") else "newton_schulz"
     product = _PRODUCTS.get(backend.removeprefix(form))

@@ -1,9 +1,9 @@
 """Newton-Schulz in Gram form: the iteration runs on the small M x M matrix `X X^T`.
 
-Zhang, Amsel, Chen and Dao 2026 (Dao-AILab/gram-newton-schulz). A run of steps multiplies X from the
-left by a polynomial Q in R = X X^T, so R and Q can be advanced alone and X be touched once. Rounding
-makes R slightly indefinite and its small eigenvalues grow with every step, hence the restarts: X
-takes in Q, and R is computed afresh.
+Zhang, Amsel, Chen and Dao 2026 (Dao-AILab/gram-newton-schulz). A run of steps multiplies X from
+the left by a polynomial Q in R = X X^T, so R and Q can be advanced alone and X be touched once.
+Rounding makes R slightly indefinite and its small eigenvalues grow with every step, hence the
+restarts: X takes in Q, and R is computed afresh.
 """
 
 import itertools
@@ -66,15 +66,18 @@ def _segment_factor(r_BMM: Tensor, segment: Coefficients, product: SymmetricProd
     return q_BMM
 
 
-@lru_cache
 def safe_restarts(coefficients: Coefficients, dtype: torch.dtype) -> tuple[int, ...] | None:
     """Return the restarts that keep the Gram form about as accurate as the plain one, or None.
 
     Half precision: the fewest, and of those the best conditioned. Otherwise every third step. None
     means that no set of at most `MAX_RESTARTS` is safe: the plain form must be used.
     """
+    return _search_restarts(coefficients, half=dtype in {torch.float16, torch.bfloat16})
+
+
+@lru_cache
+def _search_restarts(coefficients: Coefficients, *, half: bool) -> tuple[int, ...] | None:
     steps = len(coefficients)
-    half = dtype in {torch.float16, torch.bfloat16}
     shift = _HALF_SHIFT if half else _SINGLE_SHIFT
     for size in range(min(MAX_RESTARTS, steps - 1) + 1) if half else [0]:
         choices = itertools.combinations(range(1, steps), size)

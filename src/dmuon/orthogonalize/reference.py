@@ -12,7 +12,8 @@ def reference_orthogonalize(x: Tensor, coefficients: Coefficients) -> Tensor:
     `p` is the scalar map of the coefficient list. A zero matrix gives zero.
     """
     u, sigma, vh = torch.linalg.svd(_normalized(x), full_matrices=False)
-    return u @ (map_singular_values(sigma, coefficients).unsqueeze(-1) * vh)
+    mapped: Tensor = u @ (map_singular_values(sigma, coefficients).unsqueeze(-1) * vh)
+    return mapped
 
 
 def reference_newton_schulz(x: Tensor, coefficients: Coefficients) -> Tensor:

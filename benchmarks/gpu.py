@@ -1,0 +1,134 @@
+"""Check the kernels on a GPU against float64, then time the engine. Under four minutes.
+
+Prepared for one H200 with torch 2.11 and Triton 3.6; no figure from it has been recorded yet. For
+every matrix shape of Llama-3-8B and Qwen3-32B it prints the milliseconds of `torch.optim.Muon`'s
+iteration, of each backend in bfloat16, of one batched GEMM of the same shape, and the arithmetic
+floor: the FLOPs of the Gram form with every symmetric product halved, over the best GEMM rate seen.
+
+    python benchmarks/gpu.py [--seconds 200]
+"""
+
+import argparse
+import time
+from functools import partial
+
+import torch
+from torch.optim._muon import _zeropower_via_newtonschulz
+
+from dmuon.orthogonalize import orthogonalize, resolve_coefficients
+from dmuon.orthogonalize.engine import BACKENDS
+from dmuon.orthogonalize.gram import safe_restarts
+from dmuon.orthogonalize.kernels.symmetric import triton_product
+from dmuon.orthogonalize.reference import reference_newton_schulz
+
+ORIGINAL = resolve_coefficients("original")
+# (rows, columns) of one layer, without embeddings; how many of them.
+SHAPES = {
+    "Llama-3-8B": [(4096, 4096, 2), (1024, 4096, 2), (14336, 4096, 3)],
+    "Qwen3-32B": [(8192, 5120, 1), (1024, 5120, 2), (5120, 8192, 1), (25600, 5120, 3)],
+}
+GPU_BACKENDS = [name for name in BACKENDS if not name.endswith("blocks")]
+
+
+def check_product():
+    """Compare the symmetric kernel with float64 on odd sizes, strides, batches and dtypes."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    tolerances = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+    for dtype, tolerance in tolerances.items():
+        for batch, size, depth in [
+            (1, 1, 17),
+            (3, 17, 63),
+            (2, 129, 1),
+            (2, 511, 1000),
+            (1, 1024, 4096),
+        ]:
+            wide = torch.randn(batch, size, 2 * depth, generator=generator, device="cuda")
+            wide = (wide / depth**0.5).to(dtype)
+            for x in (wide[..., :depth], wide[..., ::2]):
+                found = triton_product(x, x.mT)
+                exact = x.double() @ x.double().mT
+                torch.testing.assert_close(found.double(), exact, atol=tolerance, rtol=tolerance)
+                r = found / max(1, size**0.5)
+                found = triton_product(r, r, r, alpha=2.0315, beta=-4.775)
+                r = r.double()
+                exact = 2.0315 * r @ r - 4.775 * r
+                torch.testing.assert_close(found.double(), exact, atol=tolerance, rtol=tolerance)
+
+
+def check_backends():
+    """Compare every backend with float64 on a batch, in bfloat16 and float16."""
+    x = torch.randn(2, 512, 1536, generator=torch.Generator("cuda").manual_seed(1), device="cuda")
+    expected = reference_newton_schulz(x, ORIGINAL)
+    for dtype, tolerance in [(torch.bfloat16, 0.04), (torch.float16, 0.006), (torch.float32, 1e-3)]:
+        for backend in GPU_BACKENDS:
+            found = orthogonalize(x, coefficients=ORIGINAL, dtype=dtype, backend=backend)
+            error = ((found - expected).norm() / expected.norm()).item()
+            print(f"{backend:>22} {dtype!s:>15} relative error {error:.1e}")
+            assert error <= tolerance, (backend, dtype, error)
+
+
+def milliseconds(function, repeats=5):
+    """Return the median time of `function` on the device."""
+    function()
+    times = []
+    for _ in range(repeats):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        function()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop))
+    return sorted(times)[repeats // 2]
+
+
+def floor_flops(rows, columns):
+    """Return the FLOPs of the Gram form with every symmetric product halved."""
+    segments = 1 + len(safe_restarts(ORIGINAL, torch.bfloat16))
+    # Z and Q on every step but the first of a segment, R twice between steps of a segment.
+    products = 4 * len(ORIGINAL) - 3 * segments
+    return segments * 3 * rows**2 * columns + products * rows**3
+
+
+def time_shape(rows, columns, count):
+    """Return the milliseconds of torch.optim.Muon, of each backend, and of one batched GEMM."""
+    x = torch.randn(count, rows, columns, device="cuda", dtype=torch.bfloat16)
+    wide = x if rows <= columns else x.mT
+    gram = torch.randn(count, min(rows, columns), min(rows, columns), device="cuda").bfloat16()
+
+    def torch_muon():
+        return [_zeropower_via_newtonschulz(matrix, ORIGINAL[0], 5, 1e-7) for matrix in x]
+
+    backends = [partial(orthogonalize, x, coefficients=ORIGINAL, backend=b) for b in GPU_BACKENDS]
+    return [milliseconds(f) for f in (torch_muon, *backends, partial(torch.bmm, gram, wide))]
+
+
+def time_shapes(deadline):
+    titles = ["torch", *GPU_BACKENDS, "one GEMM", "floor"]
+    print(f"{'model':>11} {'shape':>18} " + " ".join(f"{name:>20}" for name in titles))
+    best_rate = 0.0
+    for model, shapes in SHAPES.items():
+        for rows, columns, count in shapes:
+            if time.monotonic() > deadline:
+                print("out of time: the remaining shapes were not timed")
+                return
+            times = time_shape(rows, columns, count)
+            small, large = sorted((rows, columns))
+            best_rate = max(best_rate, 2 * count * small * small * large / times[-1])
+            times.append(count * floor_flops(small, large) / best_rate)
+            cells = " ".join(f"{value:20.3f}" for value in times)
+            print(f"{model:>11} {f'{count} x {rows} x {columns}':>18} {cells}", flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=200)
+    arguments = parser.parse_args()
+    deadline = time.monotonic() + arguments.seconds
+    print(torch.cuda.get_device_name(), "torch", torch.__version__)
+    check_product()
+    check_backends()
+    time_shapes(deadline)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""The `dmuon` command; needs `pip install 'dmuon[cli]'`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from dmuon.orthogonalize import resolve_coefficients
+from dmuon.orthogonalize.autotune import cache_path, format_table, load, save
+from dmuon.orthogonalize.autotune import tune as tune_shapes
+
+main = typer.Typer(help="Distributed Muon for PyTorch.", no_args_is_help=True)
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@main.callback()
+def _root() -> None:
+    """Keep `tune` a subcommand although it is the only one."""
+
+
+@main.command()
+def tune(
+    shapes: Annotated[list[str], typer.Argument(help="matrices, as 1024x4096 or 8x1024x4096")],
+    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16")] = "fp32",
+    device: Annotated[str, typer.Option(help="as torch names it")] = "cpu",
+    coefficients: Annotated[str, typer.Option(help="a named list")] = "original",
+    steps: Annotated[int, typer.Option(help="Newton-Schulz steps")] = 5,
+    cache: Annotated[Path, typer.Option(help="folder of the tables")] = Path("dmuon-tuning"),
+) -> None:
+    """Time every way to orthogonalize these matrices, keep the fastest, and print the choices.
+
+    Pass the file that is written to `dmuon.Muon(tuning=...)`.
+    """
+    if dtype not in _DTYPES:
+        raise typer.BadParameter(f"dtype {dtype!r} is unknown; use {', '.join(_DTYPES)}")
+    where = torch.device(device)
+    table = tune_shapes(
+        [_parse_shape(shape) for shape in shapes],
+        coefficients=resolve_coefficients(coefficients, steps),
+        dtype=_DTYPES[dtype],
+        device=where,
+    )
+    path = cache_path(cache, where)
+    save(path, table)
+    typer.echo(format_table(load(path)))
+    typer.echo(f"written to {path}")
+
+
+def _parse_shape(text: str) -> tuple[int, int, int]:
+    sizes = [int(size) if size.isdigit() else 0 for size in text.split("x")]
+    if len(sizes) not in {2, 3} or min(sizes) < 1:
+        raise typer.BadParameter(f"shape {text!r} is not ROWSxCOLUMNS or BATCHxROWSxCOLUMNS")
+    batch, rows, columns = sizes if len(sizes) == 3 else (1, *sizes)
+    return batch, rows, columns
