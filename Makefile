@@ -1,6 +1,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
+# Without its dependencies, which tests do not need and which downgrade those of transformers.
+INSTALL_TORCHTITAN_dev := $(BIN)/pip install --quiet --no-deps \
+	torchtitan==0.3.0 spmd_types==0.2.3 tyro==1.0.17 docstring_parser==0.18.0
+
 .PHONY: env lint test demo bench docs
 
 env: .venv/.dev-installed
@@ -9,6 +13,7 @@ env: .venv/.dev-installed
 .venv/.%-installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --editable '.[$*]'
+	$(INSTALL_TORCHTITAN_$*)
 	touch $@
 
 lint: env

@@ -163,21 +163,23 @@ def run(world_size: int, num_pairs: int) -> Result:
         return Result(**json.loads(Path(folder, "result.json").read_text()))
 
 
-def table(results: list[Result]) -> str:
-    """Return the results as a Markdown table."""
-    lines = [
-        "| ranks | vanilla ms | dmuon ms | speedup | bar | NS matrices, all ranks "
-        "| MB sent, busiest rank |",
-        "|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    lines += [
-        f"| {r.world_size} | {median(r.vanilla_ms):.0f} | {median(r.dmuon_ms):.0f} "
-        f"| {r.speedup:.2f} | {r.bar:.2f} "
-        f"| {r.vanilla_ns_matrices} → {r.dmuon_ns_matrices} "
-        f"| {r.vanilla_bytes_sent / 1e6:.1f} → {r.dmuon_bytes_sent / 1e6:.1f} |"
-        for r in results
-    ]
-    return "\n".join(lines)
+HEADING = """\
+| ranks | vanilla ms | dmuon ms | speedup | bar | NS matrices, all ranks | MB sent, busiest rank |
+|---:|---:|---:|---:|---:|---:|---:|"""
+
+
+def row(r: Result) -> str:
+    """Return a result as a row of a Markdown table; vanilla's counts come first."""
+    cells = (
+        str(r.world_size),
+        f"{median(r.vanilla_ms):.0f}",
+        f"{median(r.dmuon_ms):.0f}",
+        f"{r.speedup:.2f}",
+        f"{r.bar:.2f}",
+        f"{r.vanilla_ns_matrices} → {r.dmuon_ns_matrices}",
+        f"{r.vanilla_bytes_sent / 1e6:.1f} → {r.dmuon_bytes_sent / 1e6:.1f}",
+    )
+    return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
@@ -189,8 +191,11 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=3, help="turns per world size")
     arguments = parser.parse_args()
 
-    results = [run(world_size, arguments.pairs) for world_size in WORLD_SIZES]
-    print(table(results))
+    results = []
+    print(HEADING)
+    for world_size in WORLD_SIZES:
+        results.append(run(world_size, arguments.pairs))
+        print(row(results[-1]), flush=True)
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         rows = [asdict(r) | {"speedup": r.speedup, "bar": r.bar} for r in results]

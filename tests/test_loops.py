@@ -365,15 +365,22 @@ def test_a_compiled_closure_stays_compiled():
     assert len(compilations) == 1
 
 
-def test_twelve_shapes_take_their_steps():
+def test_twelve_shapes_compile_at_most_once_each_and_never_again():
     # More shapes than torch.compile would recompile for by default.
+    counters = torch._dynamo.utils.counters
+    counters.clear()
     params = [nn.Parameter(torch.randn(3 + i, 20 - i)) for i in range(12)]
     optimizer = dmuon.Muon(params, lr=0.02)
-    for _ in range(2):
+    num_graphs = []
+    for step in range(3):
+        optimizer.param_groups[0]["lr"] = 0.02 / (1 + step)
         for p in params:
             p.grad = torch.randn(p.shape)
         optimizer.step()
         assert optimizer.stats.ns_matrices == 12
+        num_graphs.append(counters["stats"]["unique_graphs"])
+    assert num_graphs[0] <= 12
+    assert set(num_graphs) == {num_graphs[0]}
 
 
 # Parameters that change after construction, and missing gradients
@@ -461,6 +468,23 @@ def test_a_replaced_list_of_groups_is_read_from_the_next_step_on():
     train(reference, expected, [0])
     for group in expected.param_groups:
         group["lr"] = 0.5
+    train(reference, expected, [1])
+    assert same_bits(weights(model), weights(reference))
+
+
+@pytest.mark.parametrize("key", ["momentum_buffer", "exp_avg"])
+def test_a_replaced_buffer_is_used_from_the_next_step_on(key):
+    model, reference = tiny_model(), tiny_model()
+    optimizer, expected = optimizer_of(model), optimizer_of(reference)
+    train(model, optimizer, [0])
+    train(reference, expected, [0])
+    for state in optimizer.state.values():
+        if key in state:
+            state[key] = torch.ones_like(state[key])
+    for state in expected.state.values():
+        if key in state:
+            state[key].fill_(1.0)
+    train(model, optimizer, [1])
     train(reference, expected, [1])
     assert same_bits(weights(model), weights(reference))
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dmuon.layout import read_layout, wire_device
+from dmuon.parameters import has_grad, local, local_grad
 
 Policy = Literal["all", "adamw_only"]
 
@@ -131,8 +132,8 @@ def _local_total(params: Sequence[Tensor], replicas: Sequence[int], norm_type: f
     """This rank's share of `norm ** norm_type`, or of the norm itself if that is infinite."""
     shards: dict[tuple[torch.device, torch.dtype, int], list[Tensor]] = defaultdict(list)
     for param, num_replicas in zip(params, replicas, strict=True):
-        if _has_grad(param):
-            shard = _local(_reduced_grad(param))
+        if has_grad(param):
+            shard = local_grad(param)
             if shard.numel():
                 shards[shard.device, shard.dtype, num_replicas].append(shard)
     device = _reduction_device(params)
@@ -153,26 +154,11 @@ def _scale_(params: Iterable[Tensor], factor: Tensor) -> None:
     """Multiply gradients, as they are: a `Partial` one scales like its sum."""
     shards: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for param in params:
-        if _has_grad(param):
-            shard = _local(cast("Tensor", param.grad))
+        if has_grad(param):
+            shard = local(cast("Tensor", param.grad))
             shards[shard.device, shard.dtype].append(shard)
     for (device, _), tensors in shards.items():
         torch._foreach_mul_(tensors, factor.to(device))
-
-
-def _has_grad(param: Tensor) -> bool:
-    return param.requires_grad and param.grad is not None
-
-
-def _reduced_grad(param: Tensor) -> Tensor:
-    grad = cast("Tensor", param.grad)
-    if isinstance(param, DTensor) and isinstance(grad, DTensor):
-        return grad.redistribute(placements=param.placements)
-    return grad
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _reduction_device(params: Sequence[Tensor]) -> torch.device:

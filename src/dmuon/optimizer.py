@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
@@ -15,6 +16,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from dmuon import adamw
 from dmuon.checkpoint import Fitted, fit_state_dict, pack_group
+from dmuon.cost import CostModel
 from dmuon.exchange import Exchange
 from dmuon.groups import (
     ROUTING_DEFAULTS,
@@ -24,6 +26,7 @@ from dmuon.groups import (
     normalize_group,
     param_names,
 )
+from dmuon.orthogonalize.autotune import load_strict, seconds_per_matrix
 from dmuon.parameters import (
     AdamWParam,
     MuonParam,
@@ -109,6 +112,8 @@ class Muon(Optimizer):
             parameter alone; or "skip" the step, or "raise", on all ranks and with weights, state
             and step counts untouched. The last two wait for the device, and every rank of the
             default process group must then call `step` if any parameter lies on several ranks.
+        tuning: File written by `dmuon tune`, the same on all ranks: how to orthogonalize each
+            shape, and the times by which owners are balanced instead of FLOPs.
 
     Attributes:
         process_group: As given.
@@ -142,6 +147,7 @@ class Muon(Optimizer):
         repeat_ns: bool = False,
         bucket_cap_mb: float = 64.0,
         nonfinite: Literal["propagate", "skip", "raise"] = "propagate",
+        tuning: str | os.PathLike[str] | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -165,6 +171,7 @@ class Muon(Optimizer):
             raise ValueError(f"nonfinite must be one of {_NONFINITE}, got {nonfinite!r}")
         self.process_group = process_group
         self._nonfinite = nonfinite
+        self._tuning = {} if tuning is None else load_strict(tuning)
         self._shard_state = shard_state
         self._master_weights = master_weights
         self._repeat_ns = repeat_ns
@@ -251,7 +258,7 @@ class Muon(Optimizer):
         """What a pickle or a copy holds, besides parameters and their state: the settings."""
         settings = [
             *("process_group", "_shard_state", "_master_weights"),
-            *("_repeat_ns", "_bucket_bytes", "_nonfinite"),
+            *("_repeat_ns", "_bucket_bytes", "_nonfinite", "_tuning"),
         ]
         return {**super().__getstate__(), **{key: self.__dict__[key] for key in settings}}
 
@@ -387,8 +394,13 @@ class Muon(Optimizer):
         job = job_of([*params, *others], rank)
         # A rank may hold DTensors of meshes that it is no part of; it stores nothing of them.
         params = [p for p in params if rank in p.domain]
-        requests = [request for p in params for request in p.requests()]
-        plan = build_plan(requests, bucket_bytes=self._bucket_bytes, repeat=self._repeat_ns)
+        requests = [request for p in params for request in p.requests(self._tuning)]
+        plan = build_plan(
+            requests,
+            bucket_bytes=self._bucket_bytes,
+            cost_model=CostModel(seconds_per_matrix(self._tuning)),
+            repeat=self._repeat_ns,
+        )
         others = [p for p in others if rank in p.domain]
         return PlannedParams(self._signature(), params, others, plan, rank, job)
 
@@ -455,6 +467,7 @@ class Muon(Optimizer):
                 shards,
                 exchange=self._exchange,
                 device=planned.devices[part.bucket.domain],
+                tuning=self._tuning,
                 stats=stats,
             )
             if i == 0:

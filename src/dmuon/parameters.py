@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from dmuon.exchange import reduced_grad
 from dmuon.layout import Layout, local_part, read_layout, wire_device
 from dmuon.matrices import matrices_of
 from dmuon.orthogonalize import resolve_coefficients
+from dmuon.orthogonalize.autotune import Table
 from dmuon.pipeline import LocalShard, ns_dtype
 from dmuon.plan import Description, Domain, Itinerary, Plan, Request
 
@@ -76,7 +78,7 @@ class MuonParam:
         """Whether this rank has a gradient for it."""
         return has_grad(self.param)
 
-    def requests(self) -> Iterator[Request]:
+    def requests(self, tuning: Table) -> Iterator[Request]:
         """Its matrices, as the planner takes them."""
         dtype = ns_dtype(self.group, self.device)
         # float16 would overflow on the way: a gradient is only normalized at its owner.
@@ -91,7 +93,7 @@ class MuonParam:
                     self.target,
                     wire_dtype=str(wire).removeprefix("torch."),
                     device_type=self.device.type,
-                    method=_method(self.group),
+                    method=_method(self.group) + _tuned(tuning),
                     steps=len(coefficients),
                 )
 
@@ -291,6 +293,12 @@ def first_nonfinite(named: Iterable[NamedParam]) -> str | None:
         finite = zip(grads, largest.isfinite().tolist(), strict=True)
         found += [i for i, ok in finite if not ok]
     return names[min(found)] if found else None
+
+
+def _tuned(tuning: Table) -> str:
+    """What ranks must agree on about a tuning table: batches, owners and rounding follow it."""
+    rows = repr(sorted(tuning.items())).encode()
+    return f", tuning {hashlib.sha256(rows).hexdigest()[:8]}" if tuning else ""
 
 
 def _method(group: Mapping[str, Any]) -> str:

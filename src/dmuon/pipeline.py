@@ -16,7 +16,8 @@ from torch import Tensor
 
 from dmuon.exchange import Exchange
 from dmuon.matrices import Piece, Runs
-from dmuon.orthogonalize import orthogonalize, resolve_coefficients
+from dmuon.orthogonalize import resolve_coefficients
+from dmuon.orthogonalize.autotune import Table, orthogonalize_tuned
 from dmuon.plan import Assignment, Bucket, Itinerary, Leg
 from dmuon.update import apply_, lr_scale, momentum_, nesterov
 
@@ -83,6 +84,7 @@ def bucket_life(
     *,
     exchange: Exchange,
     device: torch.device,
+    tuning: Table,
     stats: StepStats,
 ) -> Life:
     """Take one bucket through the step.
@@ -92,6 +94,7 @@ def bucket_life(
         shards: Local tensors of every parameter in the bucket, by name.
         exchange: Transport.
         device: Where matrices travel and are orthogonalized.
+        tuning: Measured choices of the autotuner; may be empty.
         stats: Counts the matrices that this rank orthogonalizes.
     """
     local = _LocalBucket(part.bucket, shards)
@@ -106,7 +109,7 @@ def bucket_life(
     stacks = local.assemble(pieces, device)
     # Scratch is bounded by the bucket: no buffer outlives its stage.
     del inputs, sends, pieces, flight
-    results = local.orthogonalize(stacks, device)
+    results = local.orthogonalize(stacks, device, tuning)
     stats.ns_matrices += len(results)
 
     sends = [_cut(results[leg.position], leg.piece) for leg in scatter.sends]
@@ -165,15 +168,16 @@ class _LocalBucket:
         return stacks
 
     def orthogonalize(
-        self, stacks: list[tuple[list[int], Tensor]], device: torch.device
+        self, stacks: list[tuple[list[int], Tensor]], device: torch.device, tuning: Table
     ) -> dict[int, Tensor]:
         """Orthogonalize the stacks, taking each from the list; the matrices, by position."""
         results: dict[int, Tensor] = {}
         while stacks:
             positions, stack = stacks.pop(0)
             group = self.shard(positions[0]).group
-            stack = orthogonalize(
+            stack = orthogonalize_tuned(
                 stack,
+                tuning,
                 coefficients=resolve_coefficients(group["ns_coefficients"], group["ns_steps"]),
                 eps=group["eps"],
                 dtype=ns_dtype(group, device),

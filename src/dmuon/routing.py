@@ -39,9 +39,9 @@ _GROUP_KEYS = {"params", "param_names", "use_muon", "rule", "flatten", "split"}
 
 
 class Split(NamedTuple):
-    """Blocks of a fused matrix; each block is orthogonalised as a matrix of its own.
+    """Blocks of a fused matrix; each block is orthogonalized as a matrix of its own.
 
-    Args:
+    Attributes:
         sizes: Block sizes along `dim`, in order; they sum to that dimension.
         dim: 0 cuts rows (out features), 1 cuts columns (in features) of the matrix.
         num: A number of equal blocks, in place of `sizes`; see `Split.equal`.

@@ -253,9 +253,12 @@ def async_save_then_train(directory):
     train(model, optimizer, range(3))
     expected = state_of(model, optimizer)
     # --8<-- [start:async]
+    group = dist.new_group(backend="gloo")  # once, before training
     model_state, optimizer_state = get_state_dict(model, optimizer)
     saving = dcp.async_save(
-        {"model": model_state, "optimizer": optimizer_state}, checkpoint_id=directory
+        {"model": model_state, "optimizer": optimizer_state},
+        checkpoint_id=directory,
+        process_group=group,
     )
     train(model, optimizer, range(3, 5))
     saving.result()

@@ -109,21 +109,25 @@ def orthogonalize_tuned(
         return orthogonalize(x, coefficients=coefficients, eps=eps, dtype=dtype)
     choice = min(known, key=lambda choice: (abs(choice.batch - batch), choice.batch))
     parts = [
-        orthogonalize(
-            part, coefficients=coefficients, eps=eps, dtype=dtype, backend=choice.backend
-        )
+        orthogonalize(part, coefficients=coefficients, eps=eps, dtype=dtype, backend=choice.backend)
         for part in x.tensor_split(min(choice.split, batch))
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def seconds_per_matrix(table: Table, dtype: torch.dtype) -> dict[tuple[int, int], float]:
-    """Return the measured seconds for one matrix of each (rows, columns), for a cost model."""
-    name = str(dtype).removeprefix("torch.")
+def seconds_per_matrix(table: Table) -> dict[tuple[int, int], float]:
+    """Return the measured seconds for one matrix of each (rows, columns), for a cost model.
+
+    Of several batch sizes the smallest counts, of several dtypes the slowest.
+    """
+    smallest: dict[tuple[str, int, int], Choice] = {}
+    for choice in sorted(table.values(), key=lambda choice: choice.key):
+        smallest.setdefault((choice.dtype, choice.rows, choice.columns), choice)
     times: dict[tuple[int, int], float] = {}
-    for choice in sorted(table.values(), key=lambda choice: -choice.batch):
-        if choice.dtype == name:
-            times[choice.rows, choice.columns] = choice.milliseconds / choice.batch / 1e3
+    for (_, *shape), choice in smallest.items():
+        rows, columns = shape
+        seconds = choice.milliseconds / choice.batch / 1e3
+        times[rows, columns] = max(seconds, times.get((rows, columns), 0.0))
     return times
 
 
@@ -195,6 +199,20 @@ def load(path: Path) -> Table:
         return {choice.key: choice for choice in choices} if usable else {}
     except (OSError, ValueError, TypeError):
         return {}
+
+
+def load_strict(path: str | os.PathLike[str]) -> Table:
+    """Return the table in `path`, which the caller relies on.
+
+    Raises:
+        ValueError: There is no table that can be read.
+    """
+    table = load(Path(path))
+    if not table:
+        raise ValueError(
+            f"tuning {str(path)!r}: no table can be read there; write one with `dmuon tune`"
+        )
+    return table
 
 
 def save(path: Path, table: Table) -> None:
