@@ -548,3 +548,14 @@ def test_adapters_train_over_a_frozen_base_without_state_for_it():
 def test_an_unknown_answer_to_bad_gradients_is_refused(nonfinite):
     with pytest.raises(ValueError, match="nonfinite must be one of"):
         dmuon.Muon([nn.Parameter(torch.randn(2, 2))], nonfinite=nonfinite)
+
+
+@pytest.mark.parametrize("bad", [["a"], ["b"], ["c"], ["b", "a"], ["c", "a"], ["c", "b"]])
+def test_the_first_bad_gradient_is_named_among_several_dtypes(bad):
+    dtypes = {"a": torch.float32, "b": torch.bfloat16, "c": torch.float32}
+    params = {name: nn.Parameter(torch.randn(3, 4).to(dtype)) for name, dtype in dtypes.items()}
+    optimizer = dmuon.Muon(params.items(), nonfinite="raise")
+    for name, p in params.items():
+        p.grad = torch.full_like(p, torch.inf if name in bad else 1.0)
+    with pytest.raises(RuntimeError, match=f"^{min(bad)}: the gradient has"):
+        optimizer.step()

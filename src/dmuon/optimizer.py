@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, zeros
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from dmuon import adamw
+from dmuon.agreement import absent_params, nonfinite_param
 from dmuon.checkpoint import Fitted, fit_state_dict, pack_group
 from dmuon.cost import CostModel
 from dmuon.exchange import Exchange
@@ -32,7 +33,6 @@ from dmuon.parameters import (
     MuonParam,
     NamedParam,
     PlannedParams,
-    first_nonfinite,
     job_of,
     local,
     signature,
@@ -40,12 +40,28 @@ from dmuon.parameters import (
 from dmuon.pipeline import Life, StepStats, bucket_life, drive, once
 from dmuon.plan import build_plan
 from dmuon.report import Report, build_report
+from dmuon.state import new_state
 from dmuon.update import AdjustLr, refresh_, store_
 
 Coefficients = tuple[float, float, float] | str | Sequence[tuple[float, float, float]]
 
 _MIB = 2**20
 _NONFINITE = ("propagate", "skip", "raise")
+
+
+def _eager(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Run `step` as it is under `torch.compile`, which would trace the planner.
+
+    `torch.compiler.disable` as a decorator would make `import dmuon` import the compiler.
+    """
+
+    @functools.wraps(step)
+    def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - step's own
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(step)(*args, **kwargs)
+        return step(*args, **kwargs)
+
+    return run
 
 
 class Muon(Optimizer):
@@ -210,10 +226,9 @@ class Muon(Optimizer):
             raise
         self._init_state()
 
-    # Without it, torch.compile(optimizer.step) would trace the planner.
-    @torch.compiler.disable
+    @_eager
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Take one step.
 
         Args:
@@ -234,11 +249,11 @@ class Muon(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         planned = self._plan()
-        if self._is_nonfinite(planned):
+        if self._skips(planned):
             self.stats = StepStats()
             self.skipped_steps += 1
             return loss
-        absent = self._absent(planned)
+        absent = absent_params(planned, self._exchange)
         stats = StepStats()
         before = self._exchange.bytes_sent, self._exchange.num_collectives
         params, masters = self._master_pairs()
@@ -283,7 +298,7 @@ class Muon(Optimizer):
         return {**state_dict, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned, here or in an optimizer of another layout's DCP load.
+        """Load a state dict of this layout; from another, DCP reshards it on the way.
 
         Hyperparameters are taken from `state_dict`; how parameters are routed and split stays as
         it is. State is converted to the dtype that it has here, and a whole tensor is cut to the
@@ -342,22 +357,11 @@ class Muon(Optimizer):
             del self.state[param]
 
     def _new_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
-        master = {}
-        if self._master_weights and param.dtype in (torch.bfloat16, torch.float16):
-            param = param.detach().to(torch.float32)
-            master = {"master_weight": param}
-        if group["use_muon"]:
-            return {"momentum_buffer": self._new_momentum(param), **master}
-        return {**adamw.new_state(param), **master}
-
-    def _new_momentum(self, param: Tensor) -> Tensor:
-        if not self._shard_state or isinstance(param, DTensor):
-            return torch.zeros_like(param, memory_format=torch.preserve_format)
-        group = cast("dist.ProcessGroup", self.process_group)
-        mesh = DeviceMesh.from_group(group, param.device.type)
-        return cast(
-            "Tensor",
-            zeros(param.shape, dtype=param.dtype, device_mesh=mesh, placements=[Shard(0)]),
+        return new_state(
+            param,
+            use_muon=group["use_muon"],
+            master_weights=self._master_weights,
+            shard_over=self.process_group if self._shard_state else None,
         )
 
     def _plan(self) -> PlannedParams:
@@ -407,48 +411,20 @@ class Muon(Optimizer):
     def _signature(self) -> list[object]:
         return signature(self._named_params(), self.state)
 
-    def _is_nonfinite(self, planned: PlannedParams) -> bool:
-        """Whether a gradient of any rank is not finite, if anybody wants to know."""
+    def _skips(self, planned: PlannedParams) -> bool:
+        """Whether no rank takes this step because a gradient of some rank is not finite."""
         if self._nonfinite == "propagate":
             return False
-        fqn = first_nonfinite(self._named_params())
-        job, device = planned.job
-        (found,) = self._exchange.agree(job, [fqn is not None], device).wait()
-        if found and self._nonfinite == "raise":
-            fqn = self._exchange.first_of(job, fqn)
+        raises = self._nonfinite == "raise"
+        fqn = nonfinite_param(planned, self._exchange, name_it=raises)
+        if raises and fqn is not None:
             raise RuntimeError(
                 f"{fqn}: the gradient has an infinite or NaN element, so no rank took this step. "
                 "Weights and optimizer state are unchanged; lower the learning rate or the loss "
                 "scale, look for the cause with torch.autograd.detect_anomaly(), or pass "
                 'nonfinite="skip"'
             )
-        return found
-
-    def _absent(self, planned: PlannedParams) -> frozenset[str]:
-        """Parameters that have no gradient on any rank.
-
-        Only a rank that misses a gradient waits for the answer: to the others it makes no
-        difference, since their own gradients say that the parameter takes part.
-        """
-        pending = []
-        for domain, params in planned.by_domain.items():
-            flags = [p.has_grad for p in params]
-            agreement = self._exchange.agree(domain, flags, planned.devices[domain])
-            pending.append((params, flags, agreement))
-        absent = set()
-        for params, flags, agreement in pending:
-            if not all(flags):
-                agreed = agreement.wait()
-                absent |= {p.fqn for p, flag in zip(params, agreed, strict=True) if not flag}
-        idle = [p.fqn for p in planned.params if p.param.requires_grad and p.fqn in absent]
-        if idle and all(p.fqn in absent for p in planned.params):
-            raise RuntimeError(
-                f"{idle[0]}: no parameter of the Muon groups has a gradient on any rank. Call "
-                "backward() first; if the model was wrapped, sharded or moved after the optimizer "
-                "was built, the optimizer still holds the old parameters: build it afterwards, or "
-                "replace the parameters in its param_groups"
-            )
-        return frozenset(absent)
+        return fqn is not None
 
     def _master_pairs(self) -> tuple[list[Tensor], list[Tensor]]:
         """Local shards of the parameters that have master weights, and those."""
@@ -466,7 +442,7 @@ class Muon(Optimizer):
                 part,
                 shards,
                 exchange=self._exchange,
-                device=planned.devices[part.bucket.domain],
+                device=planned.device(part.bucket),
                 tuning=self._tuning,
                 stats=stats,
             )

@@ -18,7 +18,7 @@ from dmuon.matrices import matrices_of
 from dmuon.orthogonalize import resolve_coefficients
 from dmuon.orthogonalize.autotune import Table
 from dmuon.pipeline import LocalShard, ns_dtype
-from dmuon.plan import Description, Domain, Itinerary, Plan, Request
+from dmuon.plan import Bucket, Description, Domain, Itinerary, Plan, Request
 
 NamedParam = tuple[str, Tensor, dict[str, Any]]
 
@@ -153,10 +153,11 @@ class PlannedParams:
         signature: What the plan depends on; see `signature`.
         params: The Muon parameters.
         others: The AdamW parameters.
+        everyone: Both.
         plan: The plan of the Muon parameters.
         job: Ranks that take a step together, and where they talk to each other; see `job_of`.
         rank: This rank.
-        devices: Where each domain exchanges.
+        devices: Where the ranks of each domain agree on things.
         by_domain: Parameters of each domain, by name.
     """
 
@@ -175,11 +176,12 @@ class PlannedParams:
         self.job = job
         self.plan = plan
         self.rank = rank
-        everyone: list[MuonParam | AdamWParam] = [*others, *params]
-        self.devices = {p.domain: p.device for p in everyone}
+        self.everyone: list[MuonParam | AdamWParam] = [*params, *others]
+        self.devices = {p.domain: p.device for p in self.everyone}
         self.by_domain: dict[Domain, list[MuonParam | AdamWParam]] = {}
-        for p in sorted(everyone, key=lambda p: p.fqn):
+        for p in sorted(self.everyone, key=lambda p: p.fqn):
             self.by_domain.setdefault(p.domain, []).append(p)
+        self._device_of = {p.device.type: p.device for p in params}
         self._parts: dict[frozenset[str], list[Itinerary]] = {}
 
     def describe(self, domain: Domain) -> Description:
@@ -194,6 +196,10 @@ class PlannedParams:
             buckets = [bucket.without(absent) for bucket in self.plan.buckets]
             self._parts[absent] = [b.itinerary(self.rank) for b in buckets if b.assignments]
         return self._parts[absent]
+
+    def device(self, bucket: Bucket) -> torch.device:
+        """Where a bucket travels and its matrices are orthogonalized on this rank."""
+        return self._device_of[bucket.device_type]
 
     def local_shards(self, absent: frozenset[str]) -> dict[str, LocalShard]:
         """Local tensors of every parameter that has a gradient on some rank, by name."""
@@ -275,16 +281,16 @@ def has_grad(param: Tensor) -> bool:
     return param.requires_grad and param.grad is not None
 
 
-def first_nonfinite(named: Iterable[NamedParam]) -> str | None:
+def first_nonfinite(params: Iterable[MuonParam | AdamWParam]) -> str | None:
     """Name of the first parameter whose gradient has an infinite or NaN element on this rank.
 
     Blocks: the host waits for the device.
     """
     by_kind: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
     names = {}
-    for i, (fqn, param, _) in enumerate(named):
-        if has_grad(param) and (grad := local_grad(param)).numel():
-            names[i] = fqn
+    for i, p in enumerate(params):
+        if p.has_grad and (grad := local_grad(p.param)).numel():
+            names[i] = p.fqn
             by_kind.setdefault((grad.device, grad.dtype), {})[i] = grad
     found = []
     for grads in by_kind.values():

@@ -296,6 +296,19 @@ def test_raise_names_the_first_parameter_on_all_ranks_and_the_job_can_go_on(run_
     assert messages[0].startswith("2.weight: the gradient has an infinite or NaN element")
 
 
+def raise_for_rank_1():
+    model, optimizer = build("FSDP2", nonfinite="raise")
+    set_grads(model, 0)
+    if dist.get_rank() == 1:
+        local([*model.parameters()][1].grad).fill_(math.inf)
+    with pytest.raises(RuntimeError, match=r"^0\.bias: the gradient"):
+        optimizer.step()
+
+
+def test_raise_names_a_parameter_that_is_bad_on_a_later_rank_only(run_ranks):
+    run_ranks(2, raise_for_rank_1)
+
+
 def skip_on_sub_meshes(where):
     """A bad gradient in an expert that ranks 0, 1 store alone: ranks 2, 3 must hear of it."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "efsdp"))

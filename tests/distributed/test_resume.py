@@ -23,11 +23,11 @@ def build(specs, muon, seed, lr=LR):
             mesh = meshes[spec.mesh]
             values = distribute_tensor(values, mesh, spec.placements, src_data_rank=None)
         model.register_parameter(f"p{i}", nn.Parameter(values))
-    groups = [
-        {"params": [named], **spec.options}
-        for named, spec in zip(model.named_parameters(), specs, strict=True)
-    ]
-    return model, dmuon.Muon(groups, lr=lr, **muon)
+    groups = {}
+    for named, spec in zip(model.named_parameters(), specs, strict=True):
+        key = repr((spec.options, spec.shape if spec.options else None))
+        groups.setdefault(key, {"params": [], **spec.options})["params"].append(named)
+    return model, dmuon.Muon([*groups.values()], lr=lr, **muon)
 
 
 def train(model, optimizer, steps):

@@ -126,10 +126,11 @@ def build(
     options = {**topology.muon, **muon}
     if "process_group" in options:
         options["process_group"] = dist.group.WORLD
-    groups = [
-        {"params": [(name, p)], **ROUTES.get(name, {})} for name, p in model.named_parameters()
-    ]
-    return model, dmuon.Muon(groups, **{"lr": LR, **options})
+    groups: dict[str, dict[str, Any]] = {}
+    for name, p in model.named_parameters():
+        key = name if name in ROUTES else ""
+        groups.setdefault(key, {"params": [], **ROUTES.get(name, {})})["params"].append((name, p))
+    return model, dmuon.Muon([*groups.values()], **{"lr": LR, **options})
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
