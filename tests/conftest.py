@@ -13,6 +13,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.rank_pool import RankPool
 
+# The ranks of a pool share the cores with this process.
+torch.set_num_threads(1)
+
 hypothesis.settings.register_profile(
     "default", deadline=None, max_examples=25, derandomize="CI" in os.environ, database=None
 )

@@ -6,6 +6,7 @@ returns is pickled and comes back in the order of the ranks.
 """
 
 import faulthandler
+import functools
 import multiprocessing
 import multiprocessing.connection
 import pickle
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import device_mesh
 
 START_TIMEOUT_S = 45.0
 # A collective that a peer never joins raises, before the default timeout of a call ends the rank.
@@ -138,6 +140,8 @@ def _rank_main(
     stack_file = _stack_file(directory, rank).open("w")
     faulthandler.enable(stack_file)
     torch.set_num_threads(1)
+    # A mesh makes groups, each with threads; thousands of threads slow a long session down.
+    device_mesh.init_device_mesh = functools.lru_cache(device_mesh.init_device_mesh)
     store = dist.FileStore(str(Path(directory) / "store"), world_size)
     dist.init_process_group(
         "gloo", rank=rank, world_size=world_size, store=store, timeout=COLLECTIVE_TIMEOUT
