@@ -54,7 +54,6 @@ def test_a_failing_rank_shows_its_traceback_without_waiting_for_its_peers(run_ra
         run_ranks(2, fail_on, 1)
     assert time.monotonic() - start < 10
     assert "in fail_on" in str(failure.value)
-    assert "answer = 42" in str(failure.value)
     assert "rank 0: no answer" in str(failure.value)
     run_ranks(2, fail_on, None)
 
