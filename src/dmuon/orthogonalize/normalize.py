@@ -17,7 +17,7 @@ def normalize(x: Tensor, *, eps: float) -> Tensor:
         eps: Lower bound of the norm after the first scaling, where only a zero matrix meets it.
     """
     x = x.to(torch.promote_types(x.dtype, torch.float32))
-    largest = x.abs().amax(dim=(-2, -1), keepdim=True)
+    largest = torch.linalg.vector_norm(x, ord=torch.inf, dim=(-2, -1), keepdim=True)
     # Division, not multiplication by a reciprocal: 1 / largest overflows for subnormal entries.
     x = x / torch.where(largest == 0, 1, largest)
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)

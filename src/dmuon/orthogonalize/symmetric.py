@@ -3,14 +3,13 @@
 Shape suffixes: B batch, M the smaller side of a matrix, K the summed dim.
 """
 
-from collections.abc import Iterator
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 # Smaller blocks save fewer FLOPs than their GEMMs lose in efficiency.
-LARGEST_LEAF = 64
+SMALLEST_BLOCK = 64
 
 
 class SymmetricProduct(Protocol):
@@ -51,30 +50,49 @@ def block_product(
     alpha: float = 1.0,
     beta: float = 1.0,
 ) -> Tensor:
-    """Compute the lower triangle by recursion over blocks, one GEMM each, and mirror it."""
-    size = left_BMK.shape[1]
-    result_BMM = left_BMK.new_empty(left_BMK.shape[0], size, size)
-    for index, result_MM in enumerate(result_BMM):
-        left_MK, right_KM = left_BMK[index], right_BKM[index]
-        for rows, columns in _lower_blocks(0, size):
-            block = result_MM[rows, columns]
-            left, right = left_MK[rows], right_KM[:, columns]
-            if add_BMM is None:
-                torch.mm(left, right, out=block)
-            else:
-                add = add_BMM[index, rows, columns]
-                torch.addmm(add, left, right, alpha=alpha, beta=beta, out=block)
-            if rows != columns:
-                result_MM[columns, rows] = block.T
+    """Compute little more than the lower triangle, and mirror it.
+
+    The result is halved into blocks again and again. The blocks below the diagonal of one halving
+    have one shape, so they share a batched GEMM; what is left are the blocks on the diagonal.
+    """
+    batch, size = left_BMK.shape[:2]
+    depth = halvings(size)
+    if depth == 0:
+        return dense_product(left_BMK, right_BKM, add_BMM, alpha=alpha, beta=beta)
+    result_BMM = left_BMK.new_empty(batch, size, size)
+    for level in range(1, depth + 2):
+        halves, on_diagonal = 2 ** min(level, depth), level > depth
+        rows, columns = _row_blocks(left_BMK, halves), _row_blocks(right_BKM.mT, halves)
+        if not on_diagonal:
+            rows, columns = rows[:, 1::2], columns[:, ::2]
+        add = (
+            None if add_BMM is None else _square_blocks(add_BMM, halves, on_diagonal).flatten(0, 1)
+        )
+        blocks = dense_product(
+            rows.flatten(0, 1), columns.flatten(0, 1).mT, add, alpha=alpha, beta=beta
+        ).unflatten(0, (batch, -1))
+        _square_blocks(result_BMM, halves, on_diagonal).copy_(blocks)
+        if not on_diagonal:
+            _square_blocks(result_BMM.mT, halves, on_diagonal).copy_(blocks)
     return result_BMM
 
 
-def _lower_blocks(start: int, stop: int) -> Iterator[tuple[slice, slice]]:
-    """Yield rows and columns of blocks that cover the lower triangle of `[start, stop)`."""
-    if stop - start <= LARGEST_LEAF:
-        yield slice(start, stop), slice(start, stop)
-        return
-    middle = (start + stop) // 2
-    yield slice(middle, stop), slice(start, middle)
-    yield from _lower_blocks(start, middle)
-    yield from _lower_blocks(middle, stop)
+def halvings(size: int) -> int:
+    """How often `block_product` halves a side, to compute `(1 + 2**-halvings) / 2` of it."""
+    depth = 0
+    while size % 2 == 0 and size // 2 >= SMALLEST_BLOCK:
+        size, depth = size // 2, depth + 1
+    return depth
+
+
+def _row_blocks(x_BMK: Tensor, count: int) -> Tensor:
+    """View as (B, count, M / count, K)."""
+    return x_BMK.unflatten(1, (count, -1))
+
+
+def _square_blocks(x_BMM: Tensor, count: int, on_diagonal: bool) -> Tensor:
+    """View of the blocks on the diagonal, or below it in pairs of blocks: (B, number, M, M)."""
+    blocks = x_BMM.unflatten(2, (count, -1)).unflatten(1, (count, -1))
+    if on_diagonal:
+        return blocks.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
+    return blocks[:, 1::2, :, ::2].diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
