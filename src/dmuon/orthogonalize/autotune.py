@@ -29,7 +29,7 @@ _TOLERANCES = {torch.bfloat16: 0.1, torch.float16: 0.02, torch.float32: 1e-3, to
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The fastest correct way to orthogonalise a batch of one shape."""
+    """The fastest correct way to orthogonalize a batch of one shape."""
 
     dtype: str
     batch: int
