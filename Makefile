@@ -31,6 +31,8 @@ demo: env
 
 bench: env
 	$(BIN)/python benchmarks/optimizer_step.py
+	$(BIN)/python benchmarks/layouts.py
+	$(BIN)/python benchmarks/orthogonalize.py
 
 docs: .venv/.docs-installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -97,3 +97,9 @@ def test_commands_in_documents_exist(document):
     makefile = (ROOT / "Makefile").read_text()
     assert targets
     assert all(re.search(rf"^{target}:", makefile, flags=re.MULTILINE) for target in targets)
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+def test_included_snippets_exist(page):
+    for path, name in re.findall(r'--8<-- "([^":]+):([\w-]+)"', page.read_text()):
+        assert f"--8<-- [start:{name}]" in (ROOT / path).read_text(), (path, name)

@@ -115,3 +115,9 @@ def test_stack_or_kernel_is_what_the_group_says(flatten):
     weight = nn.Parameter(torch.zeros(4, 6, 3))
     (row,) = dmuon.Muon([{"params": [weight], "flatten": flatten}]).report().rows
     assert row.matrices == ("1 of 4x18" if flatten else "4 of 6x3")
+
+
+def test_report_describes_parameters_replaced_before_the_first_step():
+    optimizer = dmuon.Muon([("w", nn.Parameter(torch.ones(6, 4)))])
+    optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.ones(4, 6))
+    assert optimizer.report().rows[0].matrices == "1 of 4x6"

@@ -13,7 +13,8 @@ def absent_params(planned: PlannedParams, exchange: Exchange) -> frozenset[str]:
     since their own gradients say that the parameter takes part.
 
     Raises:
-        RuntimeError: No Muon parameter has a gradient on any rank although some require one.
+        RuntimeError: No Muon parameter of this rank has a gradient on any rank that shares it,
+            although some require one.
 
     Collective: all ranks of each domain.
     """
@@ -27,13 +28,19 @@ def absent_params(planned: PlannedParams, exchange: Exchange) -> frozenset[str]:
         if not all(flags):
             agreed = agreement.wait()
             absent |= {p.fqn for p, flag in zip(params, agreed, strict=True) if not flag}
-    idle = [p.fqn for p in planned.params if p.param.requires_grad and p.fqn in absent]
+    # A parameter of this rank alone (an expert without tokens) says nothing about the others.
+    alone = len(planned.job[0]) == 1
+    idle = [
+        p.fqn
+        for p in planned.params
+        if p.param.requires_grad and p.fqn in absent and (alone or len(p.domain) > 1)
+    ]
     if idle and all(p.fqn in absent for p in planned.params):
         raise RuntimeError(
-            f"{idle[0]}: no parameter of the Muon groups has a gradient on any rank. Call "
-            "backward() first; if the model was wrapped, sharded or moved after the optimizer "
-            "was built, the optimizer still holds the old parameters: build it afterwards, or "
-            "replace the parameters in its param_groups"
+            f"{idle[0]}: no parameter of the Muon groups has a gradient on the ranks that share "
+            "it. Call backward() first; if the model was wrapped, sharded or moved after the "
+            "optimizer was built, the optimizer still holds the old parameters: build it "
+            "afterwards, or replace the parameters in its param_groups"
         )
     return frozenset(absent)
 

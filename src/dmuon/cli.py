@@ -1,4 +1,4 @@
-"""The `dmuon` command; needs `pip install 'dmuon[cli]'`."""
+"""The `dmuon` command; needs the extra `cli`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
-import typer
+
+try:
+    import typer
+except ModuleNotFoundError as error:
+    raise SystemExit(
+        f"the dmuon command needs {error.name}; in a checkout: pip install '.[cli]'"
+    ) from None
 
 from dmuon.orthogonalize import resolve_coefficients
 from dmuon.orthogonalize.autotune import cache_path, format_table, load, save

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from dmuon.layout import read_layout, wire_device
+from dmuon.layout import Layout, read_layout, wire_device
 from dmuon.parameters import has_grad, local, local_grad
 
 Policy = Literal["all", "adamw_only"]
@@ -118,11 +118,15 @@ def _num_replicas(
     params: Iterable[Tensor], process_group: dist.ProcessGroup | None
 ) -> tuple[list[int], bool]:
     """How many ranks store each element of each parameter; whether any parameter is spread."""
-    layouts = [
-        read_layout(f"parameter {i}", param) if isinstance(param, DTensor) else None
-        for i, param in enumerate(params)
-    ]
-    spanned = {rank for layout in layouts if layout for rank in layout.ranks}
+    # Read once per mesh and placements, which alone matter here.
+    read: dict[object, Layout] = {}
+    layouts: list[Layout | None] = []
+    for i, param in enumerate(params):
+        key = (param.device_mesh, param.placements) if isinstance(param, DTensor) else None
+        if key is not None and key not in read:
+            read[key] = read_layout(f"parameter {i}", param)
+        layouts.append(None if key is None else read[key])
+    spanned = {rank for layout in read.values() for rank in layout.ranks}
     plain = max(len(spanned), 1) if process_group is None else process_group.size()
     replicas = [layout.num_replicas if layout else plain for layout in layouts]
     return replicas, max(plain, len(spanned)) > 1

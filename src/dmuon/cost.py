@@ -23,15 +23,15 @@ class CostModel:
     """Cost of orthogonalizing one matrix, in FLOPs or in units proportional to them.
 
     Attributes:
-        seconds: Measured seconds per matrix and shape (smaller side first), as the autotuner
-            records them. Shapes that were not measured are converted from FLOPs at the mean
-            measured rate, so measured and estimated costs compare.
+        seconds: Measured seconds of one matrix by shape (smaller side first), as the autotuner
+            records them for one number of steps. Shapes that were not measured are converted from
+            FLOPs at the mean measured rate, so measured and estimated costs compare.
     """
 
     seconds: Mapping[Shape, float] = field(default_factory=dict)
 
     def cost(self, shape: Shape, steps: int) -> float:
-        """Cost of `steps` Newton-Schulz steps on one matrix of `shape`."""
+        """Cost of `steps` steps on one matrix; a measured time counts as it was measured."""
         flops = newton_schulz_flops(shape, steps)
         if not self.seconds:
             return float(flops)

@@ -64,6 +64,7 @@ class Exchange:
 
     def __init__(self) -> None:
         self._groups: dict[Domain, dist.ProcessGroup] = {}
+        self._agreed: dict[Domain, bytes] = {}
         self.bytes_sent = 0
         self.num_collectives = 0
 
@@ -79,7 +80,10 @@ class Exchange:
     ) -> None:
         """Make a group for every domain and check that its ranks agree about it.
 
-        Collective: all ranks of each domain.
+        A domain is checked again only when it has changed: ranks that share it but not the domain
+        that did change do not take part.
+
+        Collective: all ranks of each domain that is new or has changed.
 
         Args:
             devices: The domains, and where each exchanges.
@@ -89,29 +93,35 @@ class Exchange:
             RuntimeError: On all ranks, if any two differ; names the first parameter.
         """
         # Largest first: an order in which all ranks can make groups.
-        shared = [domain for domain in devices if len(domain) > 1]
-        shared.sort(key=lambda ranks: (-len(ranks), ranks))
+        shared = sorted((d for d in devices if len(d) > 1), key=lambda ranks: (-len(ranks), ranks))
+        descriptions = {domain: describe(domain) for domain in shared}
+        digests = {domain: digest(description) for domain, description in descriptions.items()}
+        shared = [domain for domain in shared if self._agreed.get(domain) != digests[domain]]
         error = None
         for domain in shared:
             self._group(domain)
-            found = self._disagreement(describe(domain), domain, devices[domain])
+            found = self._disagreement(descriptions[domain], domain, devices[domain])
             error = error or found
         # From part of a larger domain to all of it, or the others would wait for this rank.
         for domain in reversed(shared):
             error = self.first_of(domain, error)
         if error is not None:
             raise RuntimeError(error)
+        self._agreed |= {domain: digests[domain] for domain in shared}
 
     def agree(self, domain: Domain, flags: Sequence[bool], device: torch.device) -> Agreement:
         """Start to combine a flag per parameter over the ranks of a domain.
 
         Collective: all ranks of the domain.
         """
-        tensor = torch.tensor(flags, dtype=torch.uint8, device=device)
-        work = None
-        if len(domain) > 1:
-            group = self._group(domain)
-            work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group, async_op=True)
+        if len(domain) == 1:
+            return Agreement(torch.tensor(flags, dtype=torch.uint8), None)
+        # Filled on the device: a copy from the host would wait until backward has ended there.
+        tensor = torch.ones(len(flags), dtype=torch.uint8, device=device)
+        if not all(flags):
+            tensor = torch.tensor(flags, dtype=torch.uint8, device=device)
+        group = self._group(domain)
+        work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group, async_op=True)
         return Agreement(tensor, work)
 
     def first_of(self, domain: Domain, text: str | None) -> str | None:

@@ -102,7 +102,7 @@ def check_hyperparameters(values: Mapping[str, Any], where: str) -> None:
 def _check_orthogonalization(values: Mapping[str, Any], where: str) -> None:
     dtype, steps = values["ns_dtype"], values["ns_steps"]
     coefficients = values["ns_coefficients"]
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+    if dtype not in (None, torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise ValueError(f"{where}: ns_dtype must be a floating-point dtype, got {dtype!r}")
     if steps is not None and not isinstance(steps, int):
         raise ValueError(f"{where}: ns_steps must be an integer, got {steps!r}")

@@ -221,7 +221,7 @@ def _piece(layout: Layout, block: Block, rank: int) -> Piece | None:
     return Piece((*batch_index, *tail), rows, cols)
 
 
-@functools.lru_cache(maxsize=65536)
+@functools.lru_cache(maxsize=4096)
 def _pieces(layout: Layout, block: Block) -> Mapping[int, Piece]:
     found = ((rank, _piece(layout, block, rank)) for rank in sorted(layout.ranks))
     return {rank: piece for rank, piece in found if piece is not None}

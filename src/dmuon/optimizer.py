@@ -1,4 +1,4 @@
-"""Muon as an ordinary `torch.optim.Optimizer`: groups, state, and a step that reads like DESIGN."""
+"""Muon as an ordinary `torch.optim.Optimizer`; its step reads like docs/design.md."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from dmuon.parameters import (
     local,
     signature,
 )
-from dmuon.pipeline import Life, StepStats, bucket_life, drive, once
+from dmuon.pipeline import Life, StepStats, bucket_life, drive
 from dmuon.plan import build_plan
 from dmuon.report import Report, build_report
 from dmuon.state import new_state
@@ -138,7 +138,8 @@ class Muon(Optimizer):
 
     Raises:
         ValueError: A hyperparameter is unknown or out of range, or a parameter of a Muon group is
-            not a matrix. `step` raises on all ranks if their plans differ.
+            not a matrix.
+        RuntimeError: From `step`, on all ranks, if their plans differ.
 
     Collective: `step` must be called by every rank that holds a part of any parameter.
     """
@@ -267,6 +268,7 @@ class Muon(Optimizer):
 
     def report(self) -> Report:
         """Describe every parameter: algorithm, rule, matrices, owners and learning-rate scale."""
+        self._init_state()  # for parameters that have been replaced since
         return build_report(self._named_params(), self._make_plan().plan)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -434,10 +436,10 @@ class Muon(Optimizer):
     def _lives(
         self, planned: PlannedParams, absent: frozenset[str], stats: StepStats
     ) -> Iterator[Life]:
-        """Every bucket, with AdamW after the first has been sent on its way."""
+        """Every bucket; AdamW runs while the pieces of the first are on their way."""
         shards = planned.local_shards(absent)
-        others = once(lambda: self._adamw_step(planned, absent))
-        for i, part in enumerate(planned.parts(absent)):
+        parts = planned.parts(absent)
+        for part in parts:
             yield bucket_life(
                 part,
                 shards,
@@ -446,9 +448,10 @@ class Muon(Optimizer):
                 tuning=self._tuning,
                 stats=stats,
             )
-            if i == 0:
-                yield others
-        yield others
+            if part is parts[0]:
+                self._adamw_step(planned, absent)
+        if not parts:
+            self._adamw_step(planned, absent)
 
     def _adamw_step(self, planned: PlannedParams, absent: frozenset[str]) -> None:
         present = [p for p in planned.others if p.fqn not in absent]

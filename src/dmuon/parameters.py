@@ -101,7 +101,7 @@ class MuonParam:
         """Local tensors of this rank; zeros for a gradient that only other ranks have."""
         param = local(self.param)
         grad = local_grad(self.param) if self.has_grad else torch.zeros_like(param)
-        if self.source != self.target:
+        if self.source is not self.target:
             grad = local_part(grad, self.source, rank)
         return LocalShard(local(self.weight), local(self.momentum), grad, self.group)
 
@@ -194,6 +194,8 @@ class PlannedParams:
         """This rank's part in every bucket when `absent` have no gradient on any rank."""
         if absent not in self._parts:
             buckets = [bucket.without(absent) for bucket in self.plan.buckets]
+            # Experts that no token reached may differ at every step: keep the whole plan and this.
+            self._parts = {key: parts for key, parts in self._parts.items() if not key}
             self._parts[absent] = [b.itinerary(self.rank) for b in buckets if b.assignments]
         return self._parts[absent]
 
@@ -257,7 +259,9 @@ def _read_layouts(
     if key in state:
         source = read_layout(fqn, state[key], process_group)
         replicated = all(placement is None for placement in target.placements)
-        if source == target or (source.shape == target.shape and replicated):
+        if source == target:
+            return target, target  # one object, which compares with itself at no cost
+        if source.shape == target.shape and replicated:
             return source, target
     raise ValueError(
         f"{fqn}: the shape, layout or algorithm of this parameter was changed under its optimizer "

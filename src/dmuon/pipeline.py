@@ -7,7 +7,7 @@ where it would wait, so that the next bucket travels while this one is orthogona
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,25 +57,17 @@ class StepStats:
     num_collectives: int = 0
 
 
-def drive(lives: Iterable[Life], depth: int = 2) -> None:
-    """Run lives in turn, at most `depth` under way, in an order that is the same on every rank."""
-    waiting = iter(lives)
+def drive(lives: Iterable[Life]) -> None:
+    """Start each life before the one ahead of it goes on, and that before the one ahead of it.
+
+    So one bucket is gathered while another is orthogonalized and the result of a third returns. The
+    order of a domain's exchanges is the same on all its ranks.
+    """
     live: list[Life] = []
-    while True:
-        while len(live) < depth and (life := next(waiting, None)) is not None:
-            if next(life, _DONE) is not _DONE:
-                live.append(life)
-        if not live:
-            return
-        life = live.pop(0)
-        if next(life, _DONE) is not _DONE:
-            live.append(life)
-
-
-def once(work: Callable[[], None]) -> Life:
-    """A life that does some local work while buckets travel."""
-    work()
-    yield
+    for life in lives:
+        live = [each for each in (life, *live) if next(each, _DONE) is not _DONE]
+    while live:
+        live = [each for each in live if next(each, _DONE) is not _DONE]
 
 
 def bucket_life(

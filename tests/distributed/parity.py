@@ -42,6 +42,7 @@ class Outcome:
     num_matrices: int
     bytes_sent: int
     planned_bytes: int
+    planned_runs: int
 
 
 def full_tensor(tensor: Tensor) -> Tensor | None:
@@ -110,6 +111,7 @@ def run_parity(
         num_matrices=reference.stats.ns_matrices,
         bytes_sent=optimizer.stats.bytes_sent,
         planned_bytes=report.bytes_sent.get(dist.get_rank(), 0),
+        planned_runs=report.num_orthogonalized.get(dist.get_rank(), 0),
     )
 
 
@@ -127,6 +129,7 @@ def check(
     for rank, outcome in enumerate(outcomes):
         assert max(outcome.errors) <= tolerance * LR, (rank, outcome.errors)
         assert outcome.bytes_sent == outcome.planned_bytes
+        assert outcome.ns_matrices == outcome.planned_runs
         for mine, first in zip(outcome.weights, outcomes[0].weights, strict=True):
             assert mine is None or torch.equal(mine, first), "replicas differ"
     runs = sum(o.ns_matrices for o in outcomes)

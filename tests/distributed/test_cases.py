@@ -261,6 +261,60 @@ def precision_body(policy):
     return errors, *dtypes
 
 
+def late_group_of_some_ranks_body():
+    world, pair = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2,))
+
+    def parameter(mesh, *key):
+        return nn.Parameter(distribute_tensor(seeded((6, 4), *key), mesh, [Shard(0)]))
+
+    def step_all(parameters, meshes, step):
+        for i, (p, mesh) in enumerate(zip(parameters, meshes, strict=True)):
+            p.grad = distribute_tensor(seeded((6, 4), step, i), mesh, [Shard(0)])
+        optimizer.step()
+
+    shared, late = parameter(world, 1), parameter(pair, 2)
+    optimizer = dmuon.Muon([("shared", shared)], lr=LR)
+    step_all([shared], [world], 0)
+    both = dist.get_rank() < 2
+    if both:
+        optimizer.add_param_group({"params": [("late", late)]})
+    step_all([shared, late][: 1 + both], [world, pair][: 1 + both], 1)
+    return shared.full_tensor().detach(), optimizer.stats.ns_matrices
+
+
+def test_some_ranks_may_add_what_only_they_share(run_ranks):
+    # Ranks 2 and 3 do not plan anew, so the others must not wait for them.
+    outcomes = run_ranks(4, late_group_of_some_ranks_body)
+    assert sum(ns_matrices for _, ns_matrices in outcomes) == 2
+    assert all(torch.equal(weight, outcomes[0][0]) for weight, _ in outcomes)
+
+
+def tied_copies_body():
+    """Each rank is a pipeline stage with its own copy of the embedding."""
+    torch.manual_seed(1)
+    embedding = nn.Embedding(16, 4)
+    torch.manual_seed(2 + dist.get_rank())
+    model = nn.ModuleDict({"tok": embedding, "layer": nn.Linear(4, 4)})
+    if dist.get_rank() == 1:
+        model["lm_head"] = nn.Linear(4, 16, bias=False)
+        model["lm_head"].weight = embedding.weight
+    groups = dmuon.param_groups(model)
+    rule = next(g["rule"] for g in groups if not g["use_muon"])
+    optimizer = dmuon.Muon(groups, lr=LR)
+    for step in range(3):
+        for i, parameter in enumerate(model.parameters()):
+            parameter.grad = seeded(tuple(parameter.shape), dist.get_rank(), step, i)
+        dist.all_reduce(embedding.weight.grad)
+        optimizer.step()
+    return rule, embedding.weight.detach()
+
+
+def test_r02_copies_of_an_embedding_on_two_stages_stay_bit_equal(run_ranks):
+    (rule, weight), (other_rule, other_weight) = run_ranks(2, tied_copies_body)
+    assert rule == other_rule == "embedding"
+    assert torch.equal(weight, other_weight)
+
+
 # Owners: R26, R28, plans that differ
 
 

@@ -23,7 +23,7 @@ def launch(folder, num_ranks=2):
 
 
 @pytest.mark.timeout(240)
-def test_a_killed_job_resumes_and_ends_with_the_same_bits(run_ranks, tmp_path):
+def test_a_killed_job_resumes_and_ends_with_the_same_bits(run_ranks, tmp_path, capsys):
     uninterrupted, killed = tmp_path / "uninterrupted", tmp_path / "killed"
     uninterrupted.mkdir()
     killed.mkdir()
@@ -57,9 +57,10 @@ def test_a_killed_job_resumes_and_ends_with_the_same_bits(run_ranks, tmp_path):
     waited = [
         round(after["time"] - kill["time"], 2) for kill, after in zip(kills, raised, strict=True)
     ]
-    print(
-        f"kills {len(kills)}, resumes {len(resumes)}, steps lost {lost} of at most "
-        f"{crash_worker.INTERVAL}, seconds until the others raised {waited}, "
-        f"differences {differences}"
-    )
+    with capsys.disabled():
+        print(
+            f"\nkills {len(kills)}, resumes {len(resumes)}, steps lost {lost} of at most "
+            f"{crash_worker.INTERVAL}, seconds until the others raised {waited}, "
+            f"differences {differences}"
+        )
     assert differences == 0

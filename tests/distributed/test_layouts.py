@@ -217,10 +217,10 @@ def expert_scratch(num_experts: int, bucket_bytes: int) -> int:
 
 
 def test_scratch_is_bounded_by_the_bucket_and_not_by_the_stack(run_ranks):
-    # R24: an expert stack was gathered whole. Two buckets are under way; each is held as pieces,
-    # as what arrived, as a stack with the iteration's own temporaries, and as what is sent back.
+    # R24: an expert stack was gathered whole. Three buckets are under way: one is held as pieces
+    # and as what arrives, one as a stack with the iteration's own temporaries, one as what returns.
     bucket_bytes = 2 * 24 * 16 * 4
     few = max(run_ranks(4, expert_scratch, 32, bucket_bytes))
     many = max(run_ranks(4, expert_scratch, 128, bucket_bytes))
-    assert bucket_bytes < many <= 8 * bucket_bytes
+    assert bucket_bytes < many <= 9 * bucket_bytes
     assert many <= few * 1.05

@@ -80,9 +80,7 @@ def specs_of(case, *dtypes):
     return [*typed, Spec((4, 6), **layout)]
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in CASES if case.world_size <= 4], ids=lambda case: case.name
-)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(run_ranks, tmp_path, case):
     # R53: lazily made state was no part of the load template, and momentum restarted from zero.
     specs = specs_of(case, torch.float32, torch.bfloat16)

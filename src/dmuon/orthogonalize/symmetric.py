@@ -87,12 +87,15 @@ def halvings(size: int) -> int:
 
 def _row_blocks(x_BMK: Tensor, count: int) -> Tensor:
     """View as (B, count, M / count, K)."""
-    return x_BMK.unflatten(1, (count, -1))
+    batch, size, depth = x_BMK.shape
+    return x_BMK.view(batch, count, size // count, depth)
 
 
 def _square_blocks(x_BMM: Tensor, count: int, on_diagonal: bool) -> Tensor:
     """View of the blocks on the diagonal, or below it in pairs of blocks: (B, number, M, M)."""
-    blocks = x_BMM.unflatten(2, (count, -1)).unflatten(1, (count, -1))
-    if on_diagonal:
-        return blocks.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
-    return blocks[:, 1::2, :, ::2].diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
+    batch, size, _ = x_BMM.shape
+    side = size // count
+    blocks = x_BMM.view(batch, count, side, count, side)
+    if not on_diagonal:
+        blocks = blocks[:, 1::2, :, ::2]
+    return blocks.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
