@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh
 
-START_TIMEOUT_S = 45.0
+START_TIMEOUT_S = 90.0
 # A collective that a peer never joins raises, before the default timeout of a call ends the rank.
 COLLECTIVE_TIMEOUT = timedelta(seconds=20)
 # After a first failure, how long the other ranks may still take to report theirs.
