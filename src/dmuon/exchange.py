@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dmuon.plan import Bucket, Description, Domain, Leg, Route, digest
+from dmuon.plan import Bucket, Description, Domain, Leg, Route, digest, largest_first
 
 
 @dataclass(slots=True)
@@ -92,8 +92,7 @@ class Exchange:
         Raises:
             RuntimeError: On all ranks, if any two differ; names the first parameter.
         """
-        # Largest first: an order in which all ranks can make groups.
-        shared = sorted((d for d in devices if len(d) > 1), key=lambda ranks: (-len(ranks), ranks))
+        shared = largest_first(domain for domain in devices if len(domain) > 1)
         descriptions = {domain: describe(domain) for domain in shared}
         digests = {domain: digest(description) for domain, description in descriptions.items()}
         shared = [domain for domain in shared if self._agreed.get(domain) != digests[domain]]

@@ -35,6 +35,7 @@ from dmuon.parameters import (
     PlannedParams,
     job_of,
     local,
+    local_grad,
     signature,
 )
 from dmuon.pipeline import Life, StepStats, bucket_life, drive
@@ -461,7 +462,7 @@ class Muon(Optimizer):
                 pairs = [(p, self.state[p.param]) for p in params]
                 adamw.adamw_(
                     [local(s.get("master_weight", p.param)) for p, s in pairs],
-                    [p.local_grad() for p in params],
+                    [local_grad(p.param) for p in params],
                     [{key: local(value) for key, value in s.items()} for _, s in pairs],
                     group,
                 )

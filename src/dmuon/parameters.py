@@ -84,6 +84,7 @@ class MuonParam:
         # float16 would overflow on the way: a gradient is only normalized at its owner.
         wire = torch.bfloat16 if dtype == torch.float16 else dtype
         coefficients = resolve_coefficients(self.group["ns_coefficients"], self.group["ns_steps"])
+        method = _method(self.group) + _tuned(tuning)
         flatten, split = self.group["flatten"], self.group["split"]
         for matrix in matrices_of(self.fqn, self.param.shape, flatten=flatten, split=split):
             if matrix.numel:
@@ -93,14 +94,13 @@ class MuonParam:
                     self.target,
                     wire_dtype=str(wire).removeprefix("torch."),
                     device_type=self.device.type,
-                    method=_method(self.group) + _tuned(tuning),
+                    method=method,
                     steps=len(coefficients),
                 )
 
     def local_shard(self, rank: int) -> LocalShard:
-        """Local tensors of this rank; zeros for a gradient that only other ranks have."""
-        param = local(self.param)
-        grad = local_grad(self.param) if self.has_grad else torch.zeros_like(param)
+        """Local tensors of this rank."""
+        grad = local_grad(self.param)
         if self.source is not self.target:
             grad = local_part(grad, self.source, rank)
         return LocalShard(local(self.weight), local(self.momentum), grad, self.group)
@@ -140,10 +140,6 @@ class AdamWParam:
     def has_grad(self) -> bool:
         """Whether this rank has a gradient for it."""
         return has_grad(self.param)
-
-    def local_grad(self) -> Tensor:
-        """This rank's gradient; zeros if only other ranks have one."""
-        return local_grad(self.param) if self.has_grad else torch.zeros_like(local(self.param))
 
 
 class PlannedParams:
@@ -223,7 +219,11 @@ def signature(
     named: Iterable[NamedParam], state: Mapping[Tensor, Mapping[str, Tensor]]
 ) -> list[object]:
     """Everything a plan depends on, or holds on to, that may change between steps."""
-    return [
+    named = list(named)
+    # Facts of a group are read once, not once for each of its parameters.
+    groups = {id(group): group for _, _, group in named}
+    facts = [(g["use_muon"], g["flatten"], g["split"], _method(g)) for g in groups.values()]
+    params = [
         (
             id(param),
             id(group),
@@ -234,13 +234,10 @@ def signature(
             param.dtype,
             param.device,
             (param.device_mesh, param.placements) if isinstance(param, DTensor) else None,
-            group["use_muon"],
-            group["flatten"],
-            group["split"],
-            _method(group),
         )
         for _, param, group in named
     ]
+    return [facts, params]
 
 
 def _read_layouts(
@@ -276,8 +273,8 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def local_grad(param: Tensor) -> Tensor:
-    """This rank's gradient of a parameter, in the parameter's layout."""
-    return local(reduced_grad(param))
+    """This rank's gradient of a parameter, in its layout; zeros if only other ranks have one."""
+    return local(reduced_grad(param)) if has_grad(param) else torch.zeros_like(local(param))
 
 
 def has_grad(param: Tensor) -> bool:

@@ -212,20 +212,16 @@ class Plan:
 
     @property
     def domains(self) -> list[Domain]:
-        """Rank sets, largest first: an order in which all ranks can create groups."""
-        domains = {bucket.domain for bucket in self.buckets}
-        return sorted(domains, key=lambda ranks: (-len(ranks), ranks))
+        """Rank sets, largest first."""
+        return largest_first({bucket.domain for bucket in self.buckets})
 
     def loads(self) -> dict[int, float]:
         """Cost that each rank carries per step."""
-        loads: dict[int, float] = defaultdict(float)
-        for domain in self.domains:
-            for rank in domain:
-                loads[rank] += 0.0
+        loads = {rank: 0.0 for domain in self.domains for rank in domain}
         for a in self.assignments:
             for owner in a.owners:
                 loads[owner] += a.cost
-        return dict(loads)
+        return loads
 
     def num_orthogonalized(self, rank: int) -> int:
         """Matrices that `rank` orthogonalizes per step."""
@@ -260,9 +256,10 @@ class Plan:
                 )
         return lines
 
-    def fingerprint(self, domain: Domain) -> bytes:
-        """SHA-256 of all that the plan says of a domain."""
-        return digest(self.describe(domain))
+
+def largest_first(domains: Iterable[Domain]) -> list[Domain]:
+    """Order in which all ranks plan domains and make their groups."""
+    return sorted(domains, key=lambda ranks: (-len(ranks), ranks))
 
 
 def digest(description: Description) -> bytes:
@@ -306,10 +303,9 @@ def build_plan(
     by_domain: dict[Domain, list[Request]] = defaultdict(list)
     for request in requests:
         by_domain[request.domain].append(request)
-    ordered = sorted(by_domain, key=lambda ranks: (-len(ranks), ranks))
     loads: dict[Domain, _Loads] = {}
     buckets: list[Bucket] = []
-    for domain in ordered:
+    for domain in largest_first(by_domain):
         # Only loads that every rank of this domain knows may be carried into it.
         known = [loads[d] for d in loads if set(d) >= set(domain)]
         assignments = _assign(by_domain[domain], domain, model, known, repeat=repeat)
