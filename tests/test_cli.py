@@ -8,15 +8,16 @@ from typer.testing import CliRunner
 import dmuon
 from dmuon.cli import main
 from dmuon.cost import CostModel
-from dmuon.orthogonalize import autotune, resolve_coefficients
-from dmuon.orthogonalize.autotune import Choice
+from dmuon.orthogonalize import batches, resolve_coefficients
+from dmuon.orthogonalize.table import Choice, seconds_per_step
 
 ORIGINAL = resolve_coefficients("original", 5)
 
 
 def row(rows: int, columns: int, backend: str = "gram", **changes: object) -> dict[str, object]:
     values = {"dtype": "float32", "batch": 1, "rows": rows, "columns": columns}
-    return {**values, "backend": backend, "split": 1, "milliseconds": 1.0, **changes}
+    values |= {"steps": 5, "backend": backend, "split": 1, "milliseconds": 1.0}
+    return {**values, **changes}
 
 
 def test_tune_prints_the_choices_and_writes_a_table_that_the_optimizer_takes(tmp_path):
@@ -24,7 +25,7 @@ def test_tune_prints_the_choices_and_writes_a_table_that_the_optimizer_takes(tmp
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
-    assert lines[0].split() == ["dtype", "batch", "rows", "columns", "backend", "split", "ms"]
+    assert lines[0].split()[:5] == ["dtype", "batch", "rows", "columns", "steps"]
     assert [line.split()[:4] for line in lines[1:3]] == [
         ["float32", "1", "8", "16"],
         ["float32", "2", "8", "8"],
@@ -50,13 +51,13 @@ def test_optimizer_follows_the_table_of_its_shapes(tmp_path, monkeypatch):
     path = tmp_path / "table.json"
     path.write_text(json.dumps([row(8, 16), row(8, 16, "newton_schulz", batch=4, split=4)]))
     backends = []
-    original = autotune.orthogonalize
+    original = batches.orthogonalize
 
     def record(x, *, backend="auto", **options):
         backends.append((backend, len(x)))
         return original(x, backend=backend, **options)
 
-    monkeypatch.setattr(autotune, "orthogonalize", record)
+    monkeypatch.setattr(batches, "orthogonalize", record)
     shapes = [(4, 16, 8), (8, 16), (8, 8)]
     for shape in shapes:
         parameter = nn.Parameter(torch.randn(shape))
@@ -65,11 +66,21 @@ def test_optimizer_follows_the_table_of_its_shapes(tmp_path, monkeypatch):
     assert backends == [("newton_schulz", 1)] * 4 + [("gram", 1), ("auto", 1)]
 
 
+@pytest.mark.parametrize("backend", ["gram_triton", "gram_quack", "gram"])
+def test_a_choice_that_cannot_run_here_goes_to_auto(backend):
+    cans = resolve_coefficients("cans")
+    table = {c.key: c for c in [Choice(**row(4, 32, backend, dtype="bfloat16"))]}
+    x = torch.randn(1, 4, 32)
+    options = {"coefficients": cans, "eps": 1e-7, "dtype": torch.bfloat16}
+    found = batches.orthogonalize_tuned(x, table, **options)
+    assert torch.equal(found, batches.orthogonalize(x, **options))
+
+
 def test_a_table_is_ignored_in_deterministic_mode(tmp_path):
     table = {c.key: c for c in [Choice(**row(4, 8, backend="no such backend"))]}
     torch.use_deterministic_algorithms(True)
     try:
-        found = autotune.orthogonalize_tuned(
+        found = batches.orthogonalize_tuned(
             torch.eye(4, 8)[None], table, coefficients=ORIGINAL, eps=1e-7, dtype=torch.float32
         )
     finally:
@@ -80,10 +91,8 @@ def test_a_table_is_ignored_in_deterministic_mode(tmp_path):
 def test_measured_times_stand_in_for_flops():
     rows = [row(4, 8, milliseconds=8.0), row(4, 8, milliseconds=4.0, batch=4), row(8, 8)]
     table = {c.key: c for c in (Choice(**r) for r in rows)}
-    seconds = autotune.seconds_per_matrix(table)
-    assert seconds == {(4, 8): 8e-3, (8, 8): 1e-3}
-    model = CostModel(seconds)
-    assert model.cost((8, 4), 5) == 8e-3
+    model = CostModel(seconds_per_step(table))
+    assert model.cost((8, 4), 5) == pytest.approx(8e-3)
     # Twice the columns of a measured shape: from FLOPs, at the mean measured rate.
     flops = {(4, 8): 5 * (4 * 16 * 8 + 2 * 64), (8, 8): 5 * (4 * 64 * 8 + 2 * 512)}
     rate = 9e-3 / sum(flops.values())
@@ -118,3 +127,57 @@ def test_ranks_with_different_tables_are_told(run_ranks, tmp_path):
     for message in run_ranks(2, step_with_table, [str(path) for path in paths]):
         assert "w" in message
         assert "tuning" in message
+
+
+def step_padded(path: str) -> tuple[list[tuple[int, ...]], float]:
+    """Two ranks step with and without a table: stacks of the first, largest difference."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    shapes = [(6, 9), (9, 6), (9, 7), (12, 8)]
+    sizes: list[tuple[int, ...]] = []
+    original = batches.orthogonalize
+
+    def counted(x, **options):
+        sizes.append(tuple(x.shape))
+        return original(x, **options)
+
+    weights = []
+    batches.orthogonalize = counted
+    try:
+        for tuning in (path, None):
+            generator = torch.Generator().manual_seed(0)
+            named = []
+            for i, shape in enumerate(shapes):
+                whole = torch.randn(2, *shape, generator=generator)
+                weight = nn.Parameter(distribute_tensor(whole[0], mesh, [Shard(0)]))
+                weight.grad = distribute_tensor(whole[1], mesh, [Shard(0)])
+                named.append((f"w{i}", weight))
+            dmuon.Muon(named, lr=0.02, tuning=tuning).step()
+            weights.append([weight.to_local().detach().clone() for _, weight in named])
+            if tuning:
+                seen = list(sizes)
+    finally:
+        batches.orthogonalize = original
+    error = max((a - b).abs().max().item() for a, b in zip(*weights, strict=True))
+    gathered = [None, None]
+    dist.all_gather_object(gathered, seen)
+    return [size for sizes in gathered for size in sizes], error
+
+
+def test_near_shapes_are_padded_where_the_table_says_that_it_is_faster(run_ranks, tmp_path):
+    path = tmp_path / "table.json"
+    # A call takes 10 ms, a matrix 1 ms more.
+    rows = [
+        row(*shape, "newton_schulz", batch=batch, milliseconds=10.0 + batch)
+        for shape in [(6, 9), (7, 9), (8, 12)]
+        for batch in (1, 4)
+    ]
+    path.write_text(json.dumps(rows))
+    for sizes, error in run_ranks(2, step_padded, str(path)):
+        # Each owner makes one call for all its matrices, although no two ranks share a shape.
+        assert len(sizes) == 2
+        assert sum(size[0] for size in sizes) == 4
+        assert error <= 1e-5 * 0.02

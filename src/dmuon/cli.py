@@ -15,8 +15,8 @@ except ModuleNotFoundError as error:
     ) from None
 
 from dmuon.orthogonalize import resolve_coefficients
-from dmuon.orthogonalize.autotune import cache_path, format_table, load, save
 from dmuon.orthogonalize.autotune import tune as tune_shapes
+from dmuon.orthogonalize.table import cache_path, format_table, load, save
 
 main = typer.Typer(help="Distributed Muon for PyTorch.", no_args_is_help=True)
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -23,22 +23,23 @@ class CostModel:
     """Cost of orthogonalizing one matrix, in FLOPs or in units proportional to them.
 
     Attributes:
-        seconds: Measured seconds of one matrix by shape (smaller side first), as the autotuner
-            records them for one number of steps. Shapes that were not measured are converted from
-            FLOPs at the mean measured rate, so measured and estimated costs compare.
+        seconds_per_step: Measured seconds of one step on one matrix by shape (smaller side first).
+            Shapes that were not measured are converted from FLOPs at the mean measured rate, so
+            measured and estimated costs compare.
     """
 
-    seconds: Mapping[Shape, float] = field(default_factory=dict)
+    seconds_per_step: Mapping[Shape, float] = field(default_factory=dict)
 
     def cost(self, shape: Shape, steps: int) -> float:
-        """Cost of `steps` steps on one matrix; a measured time counts as it was measured."""
-        flops = newton_schulz_flops(shape, steps)
-        if not self.seconds:
-            return float(flops)
+        """Cost of `steps` steps on one matrix."""
         small, large = sorted(shape)
-        measured = self.seconds.get((small, large))
-        return measured if measured is not None else flops * self._seconds_per_flop(steps)
+        measured = self.seconds_per_step.get((small, large))
+        if measured is not None:
+            return steps * measured
+        return newton_schulz_flops(shape, steps) * self._seconds_per_flop()
 
-    def _seconds_per_flop(self, steps: int) -> float:
-        flops = sum(newton_schulz_flops(shape, steps) for shape in self.seconds)
-        return sum(self.seconds.values()) / flops
+    def _seconds_per_flop(self) -> float:
+        if not self.seconds_per_step:
+            return 1.0
+        flops = sum(newton_schulz_flops(shape, 1) for shape in self.seconds_per_step)
+        return sum(self.seconds_per_step.values()) / flops

@@ -27,7 +27,7 @@ from dmuon.groups import (
     normalize_group,
     param_names,
 )
-from dmuon.orthogonalize.autotune import load_strict, seconds_per_matrix
+from dmuon.orthogonalize.table import load_strict, seconds_per_step
 from dmuon.parameters import (
     AdamWParam,
     MuonParam,
@@ -405,7 +405,7 @@ class Muon(Optimizer):
         plan = build_plan(
             requests,
             bucket_bytes=self._bucket_bytes,
-            cost_model=CostModel(seconds_per_matrix(self._tuning)),
+            cost_model=CostModel(seconds_per_step(self._tuning)),
             repeat=self._repeat_ns,
         )
         others = [p for p in others if rank in p.domain]

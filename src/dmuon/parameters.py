@@ -16,7 +16,7 @@ from dmuon.exchange import reduced_grad
 from dmuon.layout import Layout, local_part, read_layout, wire_device
 from dmuon.matrices import matrices_of
 from dmuon.orthogonalize import resolve_coefficients
-from dmuon.orthogonalize.autotune import Table
+from dmuon.orthogonalize.table import Table
 from dmuon.pipeline import LocalShard, ns_dtype
 from dmuon.plan import Bucket, Description, Domain, Itinerary, Plan, Request
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from dmuon.exchange import Exchange
 from dmuon.matrices import Piece, Runs
 from dmuon.orthogonalize import resolve_coefficients
-from dmuon.orthogonalize.autotune import Table, orthogonalize_tuned
+from dmuon.orthogonalize.batches import Shape, orthogonalize_tuned, padded_shapes, view_like
+from dmuon.orthogonalize.table import Table
 from dmuon.plan import Assignment, Bucket, Itinerary, Leg
 from dmuon.update import apply_, lr_scale, momentum_, nesterov
 
@@ -98,7 +99,7 @@ def bucket_life(
     yield
     pieces = [*zip(gather.receives, flight.wait(), strict=True)]
     pieces += [(leg, inputs[leg.position]) for leg in gather.kept]
-    stacks = local.assemble(pieces, device)
+    stacks = local.assemble(pieces, device, tuning)
     # Scratch is bounded by the bucket: no buffer outlives its stage.
     del inputs, sends, pieces, flight
     results = local.orthogonalize(stacks, device, tuning)
@@ -141,22 +142,29 @@ class _LocalBucket:
         return inputs
 
     def assemble(
-        self, pieces: Iterable[tuple[Leg, Tensor]], device: torch.device
+        self, pieces: Iterable[tuple[Leg, Tensor]], device: torch.device, tuning: Table
     ) -> list[tuple[list[int], Tensor]]:
         """Stack the matrices that this rank owns, equal shapes and methods together, wide."""
         by_position: dict[int, list[tuple[Piece, Tensor]]] = defaultdict(list)
         for leg, tensor in pieces:
             by_position[leg.position].append((leg.piece, tensor))
-        batches: dict[tuple[str, tuple[int, ...]], list[int]] = defaultdict(list)
+        methods: dict[str, dict[Shape, list[int]]] = defaultdict(lambda: defaultdict(list))
         for i in sorted(by_position):
             request = self.assignment(i).request
-            batches[request.method, tuple(sorted(request.matrix.shape))].append(i)
+            small, large = sorted(request.matrix.shape)
+            methods[request.method][small, large].append(i)
         dtype = getattr(torch, self.bucket.wire_dtype)
         stacks = []
-        for (_, small_large), positions in batches.items():
-            stack = torch.empty((len(positions), *small_large), dtype=dtype, device=device)
-            _paste(self._views(stack, positions), by_position)
-            stacks.append((positions, stack))
+        for shapes in methods.values():
+            group = self.shard(next(iter(shapes.values()))[0]).group
+            counts = {shape: len(positions) for shape, positions in shapes.items()}
+            batches: dict[Shape, list[int]] = defaultdict(list)
+            for shape, target in padded_shapes(counts, tuning, ns_dtype(group, device)).items():
+                batches[target] += shapes[shape]
+            for target, positions in batches.items():
+                stack = torch.zeros((len(positions), *target), dtype=dtype, device=device)
+                _paste(self._views(stack, positions), by_position)
+                stacks.append((positions, stack))
         return stacks
 
     def orthogonalize(
@@ -200,12 +208,11 @@ class _LocalBucket:
             yield self.shard(found[0]).group, found
 
     def _views(self, stack: Tensor, positions: list[int]) -> dict[int, Tensor]:
-        """Each matrix in its own orientation, as a view of a stack of wide ones."""
-        views = {}
-        for i, wide in zip(positions, stack.unbind(), strict=True):
-            rows, cols = self.assignment(i).request.matrix.shape
-            views[i] = wide.mT if rows > cols else wide
-        return views
+        """Each matrix in its own orientation and size, as a view of a stack of wide ones."""
+        return {
+            i: view_like(self.assignment(i).request.matrix.shape, wide)
+            for i, wide in zip(positions, stack.unbind(), strict=True)
+        }
 
 
 def ns_dtype(group: Mapping[str, Any], device: torch.device) -> torch.dtype:

@@ -1,10 +1,8 @@
-import json
-from concurrent.futures import ThreadPoolExecutor
-
-import pytest
 import torch
 
 from dmuon.orthogonalize import autotune, resolve_coefficients
+from dmuon.orthogonalize.backends import BACKENDS
+from dmuon.orthogonalize.table import format_table
 
 ORIGINAL = resolve_coefficients("original")
 CPU = torch.device("cpu")
@@ -25,9 +23,20 @@ def test_the_table_names_a_backend_that_runs_for_every_shape():
     assert set(table) == {("float32", 2, 8, 24), ("float32", 1, 16, 40)}
     for choice in table.values():
         assert choice.milliseconds > 0
+        assert choice.steps == 5
+        assert 1 <= choice.split <= choice.batch
         assert not choice.backend.endswith("triton")
-    text = autotune.format_table(table).splitlines()
-    assert text[0].split() == ["dtype", "batch", "rows", "columns", "backend", "split", "ms"]
+    text = format_table(table).splitlines()
+    assert text[0].split() == [
+        "dtype",
+        "batch",
+        "rows",
+        "columns",
+        "steps",
+        "backend",
+        "split",
+        "ms",
+    ]
     assert len(text) == 3
 
 
@@ -52,32 +61,30 @@ def test_deterministic_mode_tunes_nothing():
         torch.use_deterministic_algorithms(False)
 
 
-def test_a_saved_table_is_read_back_and_merged(tmp_path):
-    path = autotune.cache_path(tmp_path / "new", CPU)
-    table = tuned()
-    first, second = ({key: choice} for key, choice in table.items())
-    autotune.save(path, first)
-    autotune.save(path, second)
-    assert autotune.load(path) == table
-    assert list(path.parent.iterdir()) == [path]
+def test_every_way_that_can_run_is_timed(monkeypatch):
+    timed = []
+    right = autotune.orthogonalize
+
+    def recorded(x, *, coefficients, backend):
+        timed.append((backend, len(x)))
+        return right(x, coefficients=coefficients, backend=backend)
+
+    monkeypatch.setattr(autotune, "orthogonalize", recorded)
+    autotune.tune([(5, 8, 16)], coefficients=ORIGINAL, dtype=torch.float32, device=CPU, repeats=1)
+    ways = {name for name in BACKENDS if not name.endswith(("_triton", "_quack"))}
+    # All at once, in two, in four, and one by one.
+    assert set(timed) == {(name, size) for name in ways for size in (5, 3, 2, 1)}
 
 
-@pytest.mark.parametrize(
-    "content", ["", "{", "[1]", '{"a": 1}', '[{"dtype": "float32"}]', "\x00", "null"]
-)
-def test_a_corrupt_cache_counts_as_empty_and_is_replaced(tmp_path, content):
-    path = tmp_path / "table.json"
-    path.write_text(content)
-    assert autotune.load(path) == {}
-    table = tuned()
-    autotune.save(path, table)
-    assert autotune.load(path) == table
-
-
-def test_concurrent_writers_leave_a_file_that_can_be_read(tmp_path):
-    path = tmp_path / "table.json"
-    table = tuned()
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda _: autotune.save(path, table), range(40)))
-    assert autotune.load(path) == table
-    json.loads(path.read_text())
+def test_a_form_without_safe_restarts_is_not_timed():
+    choices = autotune.tune(
+        [(1, 8, 64)],
+        coefficients=resolve_coefficients("cans"),
+        dtype=torch.bfloat16,
+        device=CPU,
+        repeats=1,
+    )
+    assert {choice.backend for choice in choices.values()} <= {
+        "newton_schulz",
+        "newton_schulz_blocks",
+    }

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 from dmuon.orthogonalize import orthogonalize, resolve_coefficients
-from dmuon.orthogonalize.engine import BACKENDS, choose_backend
+from dmuon.orthogonalize.backends import BACKENDS, obstacle
+from dmuon.orthogonalize.engine import choose_backend
 from dmuon.orthogonalize.gram import gram_newton_schulz
 from dmuon.orthogonalize.reference import (
     map_singular_values,
@@ -17,7 +18,7 @@ from dmuon.orthogonalize.reference import (
 )
 
 ORIGINAL = resolve_coefficients("original")
-CPU_BACKENDS = [name for name in BACKENDS if not name.endswith("triton")]
+CPU_BACKENDS = [name for name in BACKENDS if not name.endswith(("triton", "quack"))]
 
 
 def with_spectrum(sigma, length, seed=0):
@@ -231,6 +232,7 @@ def test_any_random_matrix_is_mapped_as_in_float64(shape, seed, exponent, name, 
         (torch.ones(3, 3), "quick", "known"),
         (torch.ones(3, 3), "gram_quick", "known"),
         (torch.ones(3, 3), "gram_triton", "CUDA"),
+        (torch.ones(3, 3), "newton_schulz_quack", "CUDA"),
     ],
 )
 def test_misuse_is_refused(x, backend, message):
@@ -246,6 +248,21 @@ def test_gram_form_is_refused_where_no_restarts_are_safe_and_auto_avoids_it():
     assert choose_backend(x[None].bfloat16(), cans) == "newton_schulz"
 
 
+@pytest.mark.parametrize(
+    ("backend", "device", "dtype", "reason"),
+    [
+        ("gram", "cpu", torch.float32, None),
+        ("newton_schulz_triton", "cuda", torch.float32, None),
+        ("newton_schulz_blocks", "cuda", torch.float32, "CPU"),
+        ("newton_schulz_quack", "cuda", torch.float32, "bfloat16"),
+        ("newton_schulz_quack", "cuda", torch.bfloat16, "not installed"),
+    ],
+)
+def test_a_backend_says_what_it_needs(backend, device, dtype, reason):
+    found = obstacle(backend, ORIGINAL, device=torch.device(device), dtype=dtype)
+    assert (found is None) if reason is None else (reason in found)
+
+
 def test_auto_chooses_by_shape_alone():
     for size, length in itertools.product([64, 300], [64, 300, 900]):
         if size <= length:
@@ -253,7 +270,8 @@ def test_auto_chooses_by_shape_alone():
             assert len(choices) == 1
 
 
-@pytest.mark.parametrize("backend", ["auto", "newton_schulz"])
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("backend", ["auto", "newton_schulz", "gram"])
 def test_compiles_without_graph_breaks_and_without_recompiling(backend):
     counter = torch._dynamo.testing.CompileCounter()
     shapes = [(8, 16 + 4 * i) for i in range(12)]

@@ -1,17 +1,14 @@
-"""Coefficient lists for the quintic Newton-Schulz iteration: pure Python, no tensors.
-
-A list is one `(a, b, c)` per step. Step k maps every singular value `s` of the normalised matrix to
-`p_k(s) = a s + b s^3 + c s^5`; the whole list maps it to `p_K(...p_1(s))`.
-"""
+"""Named coefficient lists for the quintic Newton-Schulz iteration, and the check of given ones."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeAlias, cast
+from typing import cast
 
-Triple: TypeAlias = tuple[float, float, float]
-Coefficients: TypeAlias = tuple[Triple, ...]
+from dmuon.orthogonalize.polar_express import minimax_composition
+from dmuon.orthogonalize.quintic import Coefficients, Triple, deflate, evaluate, extend
+from dmuon.orthogonalize.restarts import safe_restarts
 
 MAX_STEPS = 99
 # Every published list stays below 1.31; a map that leaves this band is diverging.
@@ -38,8 +35,6 @@ _TURBO: Coefficients = (
     (2.7763, -2.3190, 0.5523),
     (2.4231, -2.2861, 0.8193),
 )
-# With it, safety 0 reproduces the table printed in arXiv:2505.16932 to 14 digits.
-_CUSHION = 0.02407327424182761
 _FINISH: Triple = (2.0, -1.5, 0.5)
 
 
@@ -52,6 +47,10 @@ class CoefficientList:
     default_steps: int
     make: Callable[[int], Coefficients]
 
+    def restarts(self, *, half: bool) -> tuple[int, ...] | None:
+        """Return the restarts of the Gram form for `default_steps`, see `safe_restarts`."""
+        return safe_restarts(self.make(self.default_steps), half=half)
+
     def output_range(self, lower: float, steps: int | None = None) -> tuple[float, float]:
         """Return the smallest and largest output for singular values in `[lower, 1]`."""
         coefficients = self.make(steps or self.default_steps)
@@ -60,87 +59,9 @@ class CoefficientList:
         return (min(values), max(values))
 
 
-def extend(triples: Coefficients, steps: int) -> Coefficients:
-    """Return the first `steps` triples, the last one repeated where the list is shorter."""
-    return triples[:steps] + triples[-1:] * (steps - len(triples))
-
-
-def _optimal_quintic(lower: float, upper: float) -> Triple:
-    """Return the odd quintic closest to 1 on `[lower, upper]`, by Remez exchange."""
-    if lower / upper >= 1 - 5e-6:
-        return (15 / 8 / upper, -10 / 8 / upper**3, 3 / 8 / upper**5)
-    inner_left, inner_right = (3 * lower + upper) / 4, (lower + 3 * upper) / 4
-    error, previous = math.inf, -math.inf
-    a = b = c = 0.0
-    while abs(error - previous) > 1e-15:
-        previous = error
-        points = (lower, inner_left, inner_right, upper)
-        rows = [[s, s**3, s**5, (-1.0) ** i, 1.0] for i, s in enumerate(points)]
-        a, b, c, error = _solve(rows)
-        root = math.sqrt(9 * b * b - 20 * a * c)
-        inner_left = math.sqrt((-3 * b - root) / (10 * c))
-        inner_right = math.sqrt((-3 * b + root) / (10 * c))
-    return (a, b, c)
-
-
-def _solve(rows: list[list[float]]) -> list[float]:
-    """Solve a small dense system given as rows of `[coefficients..., right side]`."""
-    size = len(rows)
-    for i in range(size):
-        pivot = max(range(i, size), key=lambda r: abs(rows[r][i]))
-        rows[i], rows[pivot] = rows[pivot], rows[i]
-        for r in range(size):
-            if r != i:
-                factor = rows[r][i] / rows[i][i]
-                rows[r] = [x - factor * y for x, y in zip(rows[r], rows[i], strict=True)]
-    return [rows[i][size] / rows[i][i] for i in range(size)]
-
-
-@lru_cache
-def minimax_composition(
-    steps: int, *, lower: float = 1e-3, safety: float = 0.0, cushion: float = _CUSHION
-) -> Coefficients:
-    """Return the Polar Express list (Amsel et al. 2025, arXiv:2505.16932): minimax step by step.
-
-    Args:
-        steps: Number of triples.
-        lower: Smallest singular value, relative to the norm, that is to be mapped near 1.
-        safety: Each step but the last is deflated by `1 + safety` as the list is built.
-        cushion: Smallest `lower / upper` that a step is designed for.
-    """
-    upper = 1.0
-    triples: list[Triple] = []
-    for step in range(steps):
-        triple = _optimal_quintic(max(lower, cushion * upper), upper)
-        if cushion * upper > lower:
-            centre = (evaluate(lower, (triple,)) + evaluate(upper, (triple,))) / 2
-            a, b, c = triple
-            triple = (a / centre, b / centre, c / centre)
-        if step < steps - 1:
-            triple = _deflate(triple, 1 + safety)
-        triples.append(triple)
-        lower = evaluate(lower, (triple,))
-        upper = 2 - lower
-    return tuple(triples)
-
-
-def _deflate(triple: Triple, factor: float) -> Triple:
-    """Return the triple of `p(s / factor)`: room for rounding to push `s` above 1."""
-    a, b, c = triple
-    return (a / factor, b / factor**3, c / factor**5)
-
-
 def _polar_express(steps: int) -> Coefficients:
     raw = minimax_composition(steps)
-    return (*(_deflate(triple, 1.01) for triple in raw[:-1]), raw[-1])
-
-
-def evaluate(sigma: float, coefficients: Iterable[Triple]) -> float:
-    """Return where the list maps one singular value: `p_K(...p_1(sigma))`."""
-    for a, b, c in coefficients:
-        square = sigma * sigma
-        sigma = sigma * (a + square * (b + square * c))
-    return sigma
+    return (*(deflate(triple, 1.01) for triple in raw[:-1]), raw[-1])
 
 
 _LISTS = (
@@ -166,7 +87,7 @@ _LISTS = (
         "polar_express_gram",
         "Dao-AILab/gram-newton-schulz: Polar Express with safety 1.05 on every step",
         5,
-        lambda steps: tuple(_deflate(triple, 1.05) for triple in minimax_composition(steps)),
+        lambda steps: tuple(deflate(triple, 1.05) for triple in minimax_composition(steps)),
     ),
     CoefficientList(
         "you",
@@ -197,14 +118,17 @@ REGISTRY = {entry.name: entry for entry in _LISTS}
 
 
 def format_registry() -> str:
-    """Return the lists and where they take singular values, as a Markdown table."""
+    """Return the lists, where they take singular values, and their restarts, in Markdown."""
     lines = [
-        "| name | steps | sigma >= 0.01 lands in | sigma >= 0.001 lands in | source |",
-        "|---|---|---|---|---|",
+        "| name | steps | sigma >= 0.01 lands in | sigma >= 0.001 lands in | restarts, half "
+        "precision | restarts, float32 | source |",
+        "|---|---|---|---|---|---|---|",
     ]
     for entry in REGISTRY.values():
         ranges = ("{:.3f} to {:.3f}".format(*entry.output_range(low)) for low in (1e-2, 1e-3))
-        cells = (f"`{entry.name}`", str(entry.default_steps), *ranges, entry.source)
+        found = (entry.restarts(half=half) for half in (True, False))
+        restarts = ("not safe" if r is None else ", ".join(map(str, r)) for r in found)
+        cells = (f"`{entry.name}`", str(entry.default_steps), *ranges, *restarts, entry.source)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

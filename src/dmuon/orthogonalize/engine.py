@@ -1,43 +1,20 @@
 """The entry of the engine: normalise, bring to B x M x N with M <= N, iterate, bring back."""
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 from torch import Tensor
 
-from dmuon.orthogonalize.coefficients import Coefficients
-from dmuon.orthogonalize.gram import gram_newton_schulz, safe_restarts
-from dmuon.orthogonalize.newton_schulz import newton_schulz
+from dmuon.orthogonalize.backends import HALF, iteration
 from dmuon.orthogonalize.normalize import normalize, precondition
-from dmuon.orthogonalize.symmetric import SymmetricProduct, block_product, dense_product
+from dmuon.orthogonalize.quintic import Coefficients
+from dmuon.orthogonalize.restarts import safe_restarts
 
-# Measured with benchmarks/orthogonalize.py: below, blocks are too small to fill a GEMM.
-SMALLEST_BLOCKED = 256
-
-
-def _triton_product(x: Tensor) -> SymmetricProduct:
-    """Return the Triton product, imported only here: it needs a GPU."""
-    if x.device.type != "cuda":
-        raise ValueError(f"the Triton backends need a CUDA tensor, got one on {x.device}")
-    from dmuon.orthogonalize.kernels.symmetric import triton_product  # noqa: PLC0415
-
-    return triton_product
-
-
-def _block_product(x: Tensor) -> SymmetricProduct:
-    if x.device.type != "cpu":
-        raise ValueError(f"the block backends need a CPU tensor, got one on {x.device}")
-    return block_product
-
-
-_FORMS = ("newton_schulz", "gram")
-_PRODUCTS: dict[str, Callable[[Tensor], SymmetricProduct]] = {
-    "": lambda x: dense_product,
-    "_blocks": _block_product,
-    "_triton": _triton_product,
-}
-BACKENDS = tuple(form + product for form in _FORMS for product in _PRODUCTS)
+# Measured on CPU. Below, blocks are too small to fill a GEMM.
+SMALLEST_BLOCKED = 320
+# Below, or for M x N nearer to a square, the plain form is as fast as the Gram form.
+SMALLEST_GRAM = 128
+GRAM_ASPECT = 2
+# What is iterated at a time, so that it stays in the caches; the best of 0.5 to 8 MiB.
+CACHE_BYTES = 2 * 2**20
 
 
 def orthogonalize(
@@ -90,7 +67,9 @@ def orthogonalize(
     y_BMN = y_BMN.to(dtype or x.dtype)
     if backend == "auto":
         backend = choose_backend(y_BMN, coefficients)
-    y_BMN = _iteration(backend, y_BMN, coefficients)(y_BMN)
+    iterate = iteration(backend, y_BMN, coefficients)
+    parts = [iterate(part_BMN) for part_BMN in _cached_parts(y_BMN)]
+    y_BMN = parts[0] if len(parts) == 1 else torch.cat(parts)
     if tall:
         y_BMN = y_BMN.mT
     return y_BMN.reshape(x.shape).to(x.dtype)
@@ -103,29 +82,19 @@ def choose_backend(x_BMN: Tensor, coefficients: Coefficients) -> str:
     the same for any number of matrices. While compiling, only pure tensor code is chosen.
     """
     size, length = x_BMN.shape[-2:]
+    if x_BMN.device.type != "cpu" or torch.compiler.is_compiling() or x_BMN.dtype in HALF:
+        return "newton_schulz"
+    long = size >= SMALLEST_GRAM and length >= GRAM_ASPECT * size
+    gram = long and safe_restarts(coefficients, half=False) is not None
+    form = "gram" if gram else "newton_schulz"
+    return form + "_blocks" if size >= SMALLEST_BLOCKED else form
+
+
+def _cached_parts(x_BMN: Tensor) -> tuple[Tensor, ...]:
+    """Split a batch on CPU into what the caches hold, or single matrices."""
     if x_BMN.device.type != "cpu" or torch.compiler.is_compiling():
-        return "newton_schulz"
-    if size < SMALLEST_BLOCKED or x_BMN.dtype not in {torch.float32, torch.float64}:
-        return "newton_schulz"
-    long = length >= 3 * size // 2
-    form = "gram" if long and safe_restarts(coefficients, x_BMN.dtype) is not None else _FORMS[0]
-    return form + "_blocks"
-
-
-def _iteration(backend: str, x: Tensor, coefficients: Coefficients) -> Callable[[Tensor], Tensor]:
-    """Return the named iteration, or raise a ValueError if it cannot run on `x`."""
-    form = "gram" if backend.startswith("gram") else "newton_schulz"
-    product = _PRODUCTS.get(backend.removeprefix(form))
-    if backend not in BACKENDS or product is None:
-        raise ValueError(f"unknown backend {backend!r}; known: {('auto', *BACKENDS)}")
-    if form == "newton_schulz":
-        return partial(newton_schulz, coefficients=coefficients, product=product(x))
-    restarts = safe_restarts(coefficients, x.dtype)
-    if restarts is None:
-        raise ValueError(
-            f"no restarts make the Gram form safe in {x.dtype} for coefficients {coefficients}; "
-            "use backend='newton_schulz' or 'auto'"
-        )
-    return partial(
-        gram_newton_schulz, coefficients=coefficients, restarts=restarts, product=product(x)
-    )
+        return (x_BMN,)
+    size, length = x_BMN.shape[-2:]
+    # The matrix and its successor, the Gram matrix and the update.
+    matrix_bytes = 2 * size * (length + size) * x_BMN.itemsize
+    return torch.split(x_BMN, max(1, CACHE_BYTES // matrix_bytes))

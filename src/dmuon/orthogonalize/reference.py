@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from dmuon.orthogonalize.coefficients import Coefficients
+from dmuon.orthogonalize.quintic import Coefficients
 
 
 def reference_orthogonalize(x: Tensor, coefficients: Coefficients) -> Tensor:

@@ -13,7 +13,7 @@ SMALLEST_BLOCK = 64
 
 
 class SymmetricProduct(Protocol):
-    """`alpha * left @ right + beta * add`, or `left @ right`, when the result is symmetric."""
+    """`alpha * left @ right + beta * add + gamma * I`, when the result is symmetric."""
 
     def __call__(
         self,
@@ -23,8 +23,9 @@ class SymmetricProduct(Protocol):
         *,
         alpha: float = 1.0,
         beta: float = 1.0,
+        gamma: float = 0.0,
     ) -> Tensor:
-        """Return a new (B, M, M) tensor. Without `add_BMM`, `alpha` and `beta` have no effect."""
+        """Return a new (B, M, M) tensor in the dtype of the factors."""
         ...
 
 
@@ -35,11 +36,18 @@ def dense_product(
     *,
     alpha: float = 1.0,
     beta: float = 1.0,
+    gamma: float = 0.0,
 ) -> Tensor:
     """Compute every entry, with one batched GEMM."""
-    if add_BMM is None:
-        return torch.bmm(left_BMK, right_BKM)
-    return torch.baddbmm(add_BMM, left_BMK, right_BKM, alpha=alpha, beta=beta)
+    if add_BMM is not None:
+        result_BMM = torch.baddbmm(add_BMM, left_BMK, right_BKM, alpha=alpha, beta=beta)
+    else:
+        result_BMM = torch.bmm(left_BMK, right_BKM)
+        if alpha != 1:
+            result_BMM.mul_(alpha)
+    if gamma != 0:
+        result_BMM.diagonal(dim1=-2, dim2=-1).add_(gamma)
+    return result_BMM
 
 
 def block_product(
@@ -49,31 +57,34 @@ def block_product(
     *,
     alpha: float = 1.0,
     beta: float = 1.0,
+    gamma: float = 0.0,
 ) -> Tensor:
     """Compute little more than the lower triangle, and mirror it.
 
     The result is halved into blocks again and again. The blocks below the diagonal of one halving
     have one shape, so they share a batched GEMM; what is left are the blocks on the diagonal.
     """
-    batch, size = left_BMK.shape[:2]
-    depth = halvings(size)
-    if depth == 0:
-        return dense_product(left_BMK, right_BKM, add_BMM, alpha=alpha, beta=beta)
+    batch, size, depth = left_BMK.shape
     result_BMM = left_BMK.new_empty(batch, size, size)
-    for level in range(1, depth + 2):
-        halves, on_diagonal = 2 ** min(level, depth), level > depth
-        rows, columns = _row_blocks(left_BMK, halves), _row_blocks(right_BKM.mT, halves)
-        if not on_diagonal:
-            rows, columns = rows[:, 1::2], columns[:, ::2]
-        add = (
-            None if add_BMM is None else _square_blocks(add_BMM, halves, on_diagonal).flatten(0, 1)
-        )
-        blocks = dense_product(
-            rows.flatten(0, 1), columns.flatten(0, 1).mT, add, alpha=alpha, beta=beta
-        ).unflatten(0, (batch, -1))
-        _square_blocks(result_BMM, halves, on_diagonal).copy_(blocks)
-        if not on_diagonal:
-            _square_blocks(result_BMM.mT, halves, on_diagonal).copy_(blocks)
+    columns_BMK = right_BKM.mT
+    for level in range(halvings(size)):
+        side = size // 2 ** (level + 1)
+        lower = left_BMK.view(batch, -1, 2, side, depth)[:, :, 1].flatten(0, 1)
+        upper = columns_BMK.view(batch, -1, 2, side, depth)[:, :, 0].flatten(0, 1)
+        blocks = torch.bmm(lower, upper.mT).unflatten(0, (batch, -1))
+        _square_blocks(result_BMM, side, step=2, row=1).copy_(blocks)
+        _square_blocks(result_BMM, side, step=2, column=1).copy_(blocks.mT)
+    side = size // 2 ** halvings(size)
+    rows = left_BMK.view(batch, -1, side, depth).flatten(0, 1)
+    columns = columns_BMK.view(batch, -1, side, depth).flatten(0, 1)
+    blocks = torch.bmm(rows, columns.mT).unflatten(0, (batch, -1))
+    _square_blocks(result_BMM, side, step=1).copy_(blocks)
+    if alpha != 1:
+        result_BMM.mul_(alpha)
+    if add_BMM is not None:
+        result_BMM.add_(add_BMM, alpha=beta)
+    if gamma != 0:
+        result_BMM.diagonal(dim1=-2, dim2=-1).add_(gamma)
     return result_BMM
 
 
@@ -85,17 +96,11 @@ def halvings(size: int) -> int:
     return depth
 
 
-def _row_blocks(x_BMK: Tensor, count: int) -> Tensor:
-    """View as (B, count, M / count, K)."""
-    batch, size, depth = x_BMK.shape
-    return x_BMK.view(batch, count, size // count, depth)
-
-
-def _square_blocks(x_BMM: Tensor, count: int, on_diagonal: bool) -> Tensor:
-    """View of the blocks on the diagonal, or below it in pairs of blocks: (B, number, M, M)."""
+def _square_blocks(x_BMM: Tensor, side: int, *, step: int, row: int = 0, column: int = 0) -> Tensor:
+    """View of every `step`-th block from (`row`, `column`) down the diagonal: (B, number, M, M)."""
     batch, size, _ = x_BMM.shape
-    side = size // count
-    blocks = x_BMM.view(batch, count, side, count, side)
-    if not on_diagonal:
-        blocks = blocks[:, 1::2, :, ::2]
-    return blocks.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
+    return x_BMM.as_strided(
+        (batch, size // (step * side), side, side),
+        (size * size, step * side * (size + 1), size, 1),
+        side * (row * size + column),
+    )

@@ -28,11 +28,13 @@ def symmetric_kernel(  # noqa: ANN201, PLR0913, PLR0917
     add_stride_n,  # noqa: ANN001
     alpha,  # noqa: ANN001
     beta,  # noqa: ANN001
+    gamma,  # noqa: ANN001
     HAS_ADD: tl.constexpr,
+    UPCAST: tl.constexpr,
     TILE: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
-    """Write one tile of `alpha * left @ right + beta * add` and its mirror image.
+    """Write one tile of `alpha * left @ right + beta * add + gamma * I` and its mirror image.
 
     Programs are numbered along the rows of the lower triangle of tiles. The result is contiguous.
     Offsets are 64-bit: a batch of expert weights passes 2^31 entries.
@@ -65,13 +67,19 @@ def symmetric_kernel(  # noqa: ANN201, PLR0913, PLR0917
             mask=(k[:, None] < depth) & column_mask[None, :],
             other=0.0,
         )
+        if UPCAST:
+            left, right = left.to(tl.float32), right.to(tl.float32)
         # "ieee" matters for float32 only: TF32 would lose the accuracy float32 was asked for.
         total = tl.dot(left, right, total, input_precision="ieee")
+    total *= alpha
     mask = row_mask[:, None] & column_mask[None, :]
     if HAS_ADD:
         add_ptrs = add_ptr + batch * add_stride_b + rows[:, None] * add_stride_m
         add = tl.load(add_ptrs + columns[None, :] * add_stride_n, mask=mask, other=0.0)
-        total = alpha * total + beta * add.to(tl.float32)
+        total += beta * add.to(tl.float32)
+    if row == column:
+        inside = tl.arange(0, TILE)
+        total += tl.where(inside[:, None] == inside[None, :], gamma, 0.0)
     value = total.to(result_ptr.dtype.element_ty)
     result_ptr += batch * size * size
     tl.store(result_ptr + rows[:, None] * size + columns[None, :], value, mask=mask)
@@ -96,6 +104,7 @@ def triton_product(
     *,
     alpha: float = 1.0,
     beta: float = 1.0,
+    gamma: float = 0.0,
 ) -> Tensor:
     """Compute the lower tiles and mirror them, accumulating in float32: a `SymmetricProduct`."""
     batch, size, depth = left_BMK.shape
@@ -115,7 +124,10 @@ def triton_product(
         *add.stride(),
         alpha,
         beta,
+        gamma,
         HAS_ADD=add_BMM is not None,
+        # The interpreter would multiply the bits of bfloat16 as integers.
+        UPCAST=triton.knobs.runtime.interpret and left_BMK.dtype == torch.bfloat16,
         **config,
     )
     return result_BMM
