@@ -17,8 +17,8 @@ import time
 import torch
 
 from dmuon.orthogonalize import orthogonalize, orthogonalize_all, resolve_coefficients
-from dmuon.orthogonalize.engine import GRAM_ASPECT, SMALLEST_BLOCKED
-from dmuon.orthogonalize.symmetric import halvings
+from dmuon.orthogonalize.engine import GRAM_ASPECT, choose_backend
+from dmuon.orthogonalize.symmetric import diagonal_side
 
 ORIGINAL = resolve_coefficients("original")
 # matrices, rows, columns, speedup to reach
@@ -94,7 +94,8 @@ def main():
     for count, rows, columns, bar in CASES:
         rate = gemm_rate(arguments.repeats)
         plain_ms, engine_ms = time_case(count, rows, columns, arguments.repeats)
-        share = (1 + 2.0 ** -halvings(rows)) / 2 if rows >= SMALLEST_BLOCKED else 1
+        blocks = choose_backend(torch.empty(1, rows, columns), ORIGINAL).endswith("_blocks")
+        share = (1 + diagonal_side(rows) / rows) / 2 if blocks else 1
         used = count * flops(rows, columns, share) / engine_ms / rate
         ceiling = plain_ms * rate / (count * flops(rows, columns, 1 / 2))
         print(

@@ -7,11 +7,14 @@ from typer.testing import CliRunner
 
 import dmuon
 from dmuon.cli import main
-from dmuon.cost import CostModel
 from dmuon.orthogonalize import batches, resolve_coefficients
-from dmuon.orthogonalize.table import Choice, seconds_per_step
+from dmuon.orthogonalize.table import CACHE_VERSION, Choice, Table
 
 ORIGINAL = resolve_coefficients("original", 5)
+
+
+def write_table(path, *rows):
+    path.write_text(json.dumps({"version": CACHE_VERSION, "choices": rows}))
 
 
 def row(rows: int, columns: int, backend: str = "gram", **changes: object) -> dict[str, object]:
@@ -40,7 +43,24 @@ def test_tune_prints_the_choices_and_writes_a_table_that_the_optimizer_takes(tmp
     torch.testing.assert_close(weight, other, rtol=0, atol=1e-5 * 0.02)
 
 
-@pytest.mark.parametrize("shape", ["8", "0x4", "8xa", "1x2x3x4"])
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--steps", "0"),
+        ("--coefficients", "jordan"),
+        ("--device", "gpu"),
+        ("--device", "cuda:99"),
+        ("--dtype", "int8"),
+    ],
+)
+def test_tune_refuses_what_it_does_not_know(option, value, tmp_path):
+    arguments = ["tune", "4x8", option, value, "--cache", str(tmp_path)]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 2, result.output
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("shape", ["8", "0x4", "8xa", "1x2x3x4", "²x3"])
 def test_tune_refuses_what_is_no_shape(shape):
     result = CliRunner().invoke(main, ["tune", shape])
     assert result.exit_code == 2
@@ -49,7 +69,7 @@ def test_tune_refuses_what_is_no_shape(shape):
 
 def test_optimizer_follows_the_table_of_its_shapes(tmp_path, monkeypatch):
     path = tmp_path / "table.json"
-    path.write_text(json.dumps([row(8, 16), row(8, 16, "newton_schulz", batch=4, split=4)]))
+    write_table(path, row(8, 16), row(8, 16, "newton_schulz", batch=4, split=4))
     backends = []
     original = batches.orthogonalize
 
@@ -69,7 +89,7 @@ def test_optimizer_follows_the_table_of_its_shapes(tmp_path, monkeypatch):
 @pytest.mark.parametrize("backend", ["gram_triton", "gram_quack", "gram"])
 def test_a_choice_that_cannot_run_here_goes_to_auto(backend):
     cans = resolve_coefficients("cans")
-    table = {c.key: c for c in [Choice(**row(4, 32, backend, dtype="bfloat16"))]}
+    table = Table([Choice(**row(4, 32, backend, dtype="bfloat16"))])
     x = torch.randn(1, 4, 32)
     options = {"coefficients": cans, "eps": 1e-7, "dtype": torch.bfloat16}
     found = batches.orthogonalize_tuned(x, table, **options)
@@ -77,7 +97,7 @@ def test_a_choice_that_cannot_run_here_goes_to_auto(backend):
 
 
 def test_a_table_is_ignored_in_deterministic_mode(tmp_path):
-    table = {c.key: c for c in [Choice(**row(4, 8, backend="no such backend"))]}
+    table = Table([Choice(**row(4, 8, backend="no such backend"))])
     torch.use_deterministic_algorithms(True)
     try:
         found = batches.orthogonalize_tuned(
@@ -88,15 +108,23 @@ def test_a_table_is_ignored_in_deterministic_mode(tmp_path):
     assert found.shape == (1, 4, 8)
 
 
-def test_measured_times_stand_in_for_flops():
-    rows = [row(4, 8, milliseconds=8.0), row(4, 8, milliseconds=4.0, batch=4), row(8, 8)]
-    table = {c.key: c for c in (Choice(**r) for r in rows)}
-    model = CostModel(seconds_per_step(table))
-    assert model.cost((8, 4), 5) == pytest.approx(8e-3)
-    # Twice the columns of a measured shape: from FLOPs, at the mean measured rate.
-    flops = {(4, 8): 5 * (4 * 16 * 8 + 2 * 64), (8, 8): 5 * (4 * 64 * 8 + 2 * 512)}
-    rate = 9e-3 / sum(flops.values())
-    assert model.cost((8, 16), 5) == pytest.approx(5 * (4 * 64 * 16 + 2 * 512) * rate)
+def test_owners_are_balanced_by_the_measured_times(tmp_path):
+    path = tmp_path / "table.json"
+    # By FLOPs the longer matrix costs more, by these times less.
+    write_table(path, row(8, 16, milliseconds=1.0), row(8, 8, milliseconds=3.0))
+    params = [nn.Parameter(torch.randn(8, 16)), nn.Parameter(torch.randn(8, 8))]
+    for deterministic, expected in ((False, 3.0), (True, 15360 / 25600)):
+        torch.use_deterministic_algorithms(deterministic)
+        try:
+            optimizer = dmuon.Muon(params, tuning=path)
+            for param in params:
+                param.grad = torch.randn_like(param)
+            optimizer.step()
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assignments = optimizer._plan().plan.assignments
+        costs = {a.request.matrix.shape: a.cost for a in assignments}
+        assert costs[8, 8] / costs[8, 16] == pytest.approx(expected)
 
 
 def test_a_table_that_cannot_be_read_is_refused(tmp_path):
@@ -122,8 +150,8 @@ def step_with_table(paths: list[str]) -> str:
 
 def test_ranks_with_different_tables_are_told(run_ranks, tmp_path):
     paths = [tmp_path / "a.json", tmp_path / "b.json"]
-    paths[0].write_text(json.dumps([row(4, 8)]))
-    paths[1].write_text(json.dumps([row(4, 8, "newton_schulz")]))
+    write_table(paths[0], row(4, 8))
+    write_table(paths[1], row(4, 8, "newton_schulz"))
     for message in run_ranks(2, step_with_table, [str(path) for path in paths]):
         assert "w" in message
         assert "tuning" in message
@@ -175,7 +203,7 @@ def test_near_shapes_are_padded_where_the_table_says_that_it_is_faster(run_ranks
         for shape in [(6, 9), (7, 9), (8, 12)]
         for batch in (1, 4)
     ]
-    path.write_text(json.dumps(rows))
+    write_table(path, *rows)
     for sizes, error in run_ranks(2, step_padded, str(path)):
         # Each owner makes one call for all its matrices, although no two ranks share a shape.
         assert len(sizes) == 2

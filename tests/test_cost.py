@@ -21,17 +21,22 @@ def test_flops_do_not_depend_on_the_orientation():
 
 
 def test_cost_is_flops_until_something_was_measured():
-    assert CostModel().cost((8, 4), steps=5) == newton_schulz_flops((4, 8), 5)
+    assert CostModel().cost((8, 4), 5, "float32") == newton_schulz_flops((4, 8), 5)
 
 
-def test_measured_seconds_count_once_a_step_in_both_orientations():
-    model = CostModel({(4, 8): 2.0})
-    assert model.cost((4, 8), 5) == model.cost((8, 4), 5) == 10.0
-    assert model.cost((4, 8), 3) == 6.0
+def test_measured_seconds_count_once_a_step_in_both_orientations_and_by_dtype():
+    model = CostModel({("float32", (4, 8)): 2.0, ("bfloat16", (4, 8)): 1.0})
+    assert model.cost((4, 8), 5, "float32") == model.cost((8, 4), 5, "float32") == 10.0
+    assert model.cost((4, 8), 3, "bfloat16") == 3.0
 
 
 def test_unmeasured_shape_costs_its_flops_at_the_mean_measured_rate():
-    model = CostModel({(4, 4): 3.0, (8, 8): 5.0})
-    flops = newton_schulz_flops((4, 4), 1) + newton_schulz_flops((8, 8), 1)
-    expected = newton_schulz_flops((16, 16), 5) * 8.0 / flops
-    assert model.cost((16, 16), 5) == pytest.approx(expected)
+    times = {("float32", (4, 4)): 3.0, ("float32", (8, 8)): 5.0}
+    model = CostModel({**times, ("bfloat16", (8, 8)): 1.0})
+    flops = {side: newton_schulz_flops((side, side), 1) for side in (4, 8, 16)}
+    expected = 5 * flops[16] * 8.0 / (flops[4] + flops[8])
+    assert model.cost((16, 16), 5, "float32") == pytest.approx(expected)
+    assert model.cost((16, 16), 5, "bfloat16") == pytest.approx(5 * flops[16] * 1.0 / flops[8])
+    # Nothing was measured in that dtype.
+    every = 5 * flops[16] * 9.0 / (flops[4] + 2 * flops[8])
+    assert model.cost((16, 16), 5, "float16") == pytest.approx(every)

@@ -28,7 +28,8 @@ ROWS = (Sharding(0),)
 def requests_of(fqn, shape, layout, **options):
     """The requests of one parameter."""
     split = options.pop("split", None)
-    options = {"wire_dtype": "float32", "device_type": "cpu", "method": "ns", "steps": 5} | options
+    dtypes = {"wire_dtype": "float32", "ns_dtype": "float32"}
+    options = dtypes | {"device_type": "cpu", "method": "ns", "steps": 5} | options
     source = options.pop("source", layout)
     return [
         Request(matrix, source, layout, **options)
@@ -238,7 +239,7 @@ def gap_to_optimum(shapes, num_ranks):
 )
 def test_owners_are_improved_where_longest_first_is_not_the_best(seconds, num_ranks, best):
     sides = {cost: 8 * (1 + i) for i, cost in enumerate(sorted(set(seconds)))}
-    model = CostModel({(side, side): cost / 5 for cost, side in sides.items()})
+    model = CostModel({("float32", (side, side)): cost / 5 for cost, side in sides.items()})
     requests = fsdp([(sides[cost], sides[cost]) for cost in seconds], num_ranks)
     assert max(plan_of(requests, cost_model=model).loads().values()) == pytest.approx(best)
 
@@ -456,7 +457,7 @@ def test_momentum_in_another_layout_is_gathered_from_there():
 def test_measured_times_replace_flops():
     requests = fsdp([(32, 32), (16, 16), (16, 16)], 2)
     assert max(plan_of(requests).loads().values()) == newton_schulz_flops((32, 32), 5)
-    model = CostModel({(32, 32): 1.0, (16, 16): 3.0})
+    model = CostModel({("float32", (32, 32)): 1.0, ("float32", (16, 16)): 3.0})
     plan = plan_of(requests, cost_model=model)
     assert sorted(plan.loads().values()) == [15.0, 20.0]
 

@@ -42,10 +42,14 @@ def tune(
     """
     if dtype not in _DTYPES:
         raise typer.BadParameter(f"dtype {dtype!r} is unknown; use {', '.join(_DTYPES)}")
-    where = torch.device(device)
+    try:
+        triples = resolve_coefficients(coefficients, steps)
+        where = torch.empty(0, device=device).device
+    except (ValueError, RuntimeError, AssertionError) as error:
+        raise typer.BadParameter(str(error)) from None
     table = tune_shapes(
         [_parse_shape(shape) for shape in shapes],
-        coefficients=resolve_coefficients(coefficients, steps),
+        coefficients=triples,
         dtype=_DTYPES[dtype],
         device=where,
     )
@@ -56,7 +60,7 @@ def tune(
 
 
 def _parse_shape(text: str) -> tuple[int, int, int]:
-    sizes = [int(size) if size.isdigit() else 0 for size in text.split("x")]
+    sizes = [int(size) if size.isdecimal() else 0 for size in text.split("x")]
     if len(sizes) not in {2, 3} or min(sizes) < 1:
         raise typer.BadParameter(f"shape {text!r} is not ROWSxCOLUMNS or BATCHxROWSxCOLUMNS")
     batch, rows, columns = sizes if len(sizes) == 3 else (1, *sizes)

@@ -23,23 +23,26 @@ class CostModel:
     """Cost of orthogonalizing one matrix, in FLOPs or in units proportional to them.
 
     Attributes:
-        seconds_per_step: Measured seconds of one step on one matrix by shape (smaller side first).
-            Shapes that were not measured are converted from FLOPs at the mean measured rate, so
-            measured and estimated costs compare.
+        seconds_per_step: Measured seconds of one step on one matrix, by the dtype of Newton-Schulz
+            and the shape (smaller side first). Shapes that were not measured are converted from
+            FLOPs at the mean rate measured in that dtype, or in any if there is none, so measured
+            and estimated costs compare.
     """
 
-    seconds_per_step: Mapping[Shape, float] = field(default_factory=dict)
+    seconds_per_step: Mapping[tuple[str, Shape], float] = field(default_factory=dict)
 
-    def cost(self, shape: Shape, steps: int) -> float:
+    def cost(self, shape: Shape, steps: int, ns_dtype: str) -> float:
         """Cost of `steps` steps on one matrix."""
         small, large = sorted(shape)
-        measured = self.seconds_per_step.get((small, large))
+        measured = self.seconds_per_step.get((ns_dtype, (small, large)))
         if measured is not None:
             return steps * measured
-        return newton_schulz_flops(shape, steps) * self._seconds_per_flop()
+        return newton_schulz_flops(shape, steps) * self._seconds_per_flop(ns_dtype)
 
-    def _seconds_per_flop(self) -> float:
-        if not self.seconds_per_step:
+    def _seconds_per_flop(self, ns_dtype: str) -> float:
+        times = self.seconds_per_step
+        if not times:
             return 1.0
-        flops = sum(newton_schulz_flops(shape, 1) for shape in self.seconds_per_step)
-        return sum(self.seconds_per_step.values()) / flops
+        keys = [key for key in times if key[0] == ns_dtype] or list(times)
+        flops = sum(newton_schulz_flops(shape, 1) for _, shape in keys)
+        return sum(times[key] for key in keys) / flops

@@ -27,7 +27,7 @@ from dmuon.groups import (
     normalize_group,
     param_names,
 )
-from dmuon.orthogonalize.table import load_strict, seconds_per_step
+from dmuon.orthogonalize.table import Table, load_strict
 from dmuon.parameters import (
     AdamWParam,
     MuonParam,
@@ -189,7 +189,7 @@ class Muon(Optimizer):
             raise ValueError(f"nonfinite must be one of {_NONFINITE}, got {nonfinite!r}")
         self.process_group = process_group
         self._nonfinite = nonfinite
-        self._tuning = {} if tuning is None else load_strict(tuning)
+        self._tuning = Table() if tuning is None else load_strict(tuning)
         self._shard_state = shard_state
         self._master_weights = master_weights
         self._repeat_ns = repeat_ns
@@ -405,7 +405,7 @@ class Muon(Optimizer):
         plan = build_plan(
             requests,
             bucket_bytes=self._bucket_bytes,
-            cost_model=CostModel(seconds_per_step(self._tuning)),
+            cost_model=CostModel(self._tuning.seconds_per_step()),
             repeat=self._repeat_ns,
         )
         others = [p for p in others if rank in p.domain]

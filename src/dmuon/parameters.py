@@ -93,6 +93,7 @@ class MuonParam:
                     self.source,
                     self.target,
                     wire_dtype=str(wire).removeprefix("torch."),
+                    ns_dtype=str(dtype).removeprefix("torch."),
                     device_type=self.device.type,
                     method=method,
                     steps=len(coefficients),
@@ -304,8 +305,8 @@ def first_nonfinite(params: Iterable[MuonParam | AdamWParam]) -> str | None:
 
 def _tuned(tuning: Table) -> str:
     """What ranks must agree on about a tuning table: batches, owners and rounding follow it."""
-    rows = repr(sorted(tuning.items())).encode()
-    return f", tuning {hashlib.sha256(rows).hexdigest()[:8]}" if tuning else ""
+    rows = repr(tuning.choices).encode()
+    return f", tuning {hashlib.sha256(rows).hexdigest()[:8]}" if tuning.choices else ""
 
 
 def _method(group: Mapping[str, Any]) -> str:

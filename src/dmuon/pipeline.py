@@ -17,7 +17,7 @@ from torch import Tensor
 from dmuon.exchange import Exchange
 from dmuon.matrices import Piece, Runs
 from dmuon.orthogonalize import resolve_coefficients
-from dmuon.orthogonalize.batches import Shape, orthogonalize_tuned, padded_shapes, view_like
+from dmuon.orthogonalize.batches import orthogonalize_tuned, stacks, view_like
 from dmuon.orthogonalize.table import Table
 from dmuon.plan import Assignment, Bucket, Itinerary, Leg
 from dmuon.update import apply_, lr_scale, momentum_, nesterov
@@ -148,24 +148,21 @@ class _LocalBucket:
         by_position: dict[int, list[tuple[Piece, Tensor]]] = defaultdict(list)
         for leg, tensor in pieces:
             by_position[leg.position].append((leg.piece, tensor))
-        methods: dict[str, dict[Shape, list[int]]] = defaultdict(lambda: defaultdict(list))
+        methods: dict[str, list[int]] = defaultdict(list)
         for i in sorted(by_position):
-            request = self.assignment(i).request
-            small, large = sorted(request.matrix.shape)
-            methods[request.method][small, large].append(i)
-        dtype = getattr(torch, self.bucket.wire_dtype)
-        stacks = []
-        for shapes in methods.values():
-            group = self.shard(next(iter(shapes.values()))[0]).group
-            counts = {shape: len(positions) for shape, positions in shapes.items()}
-            batches: dict[Shape, list[int]] = defaultdict(list)
-            for shape, target in padded_shapes(counts, tuning, ns_dtype(group, device)).items():
-                batches[target] += shapes[shape]
-            for target, positions in batches.items():
-                stack = torch.zeros((len(positions), *target), dtype=dtype, device=device)
+            methods[self.assignment(i).request.method].append(i)
+        wire_dtype = getattr(torch, self.bucket.wire_dtype)
+        found = []
+        for members in methods.values():
+            requests = [self.assignment(i).request for i in members]
+            shapes, steps = [r.matrix.shape for r in requests], requests[0].steps
+            dtype = getattr(torch, requests[0].ns_dtype)
+            for target, indices in stacks(shapes, tuning, dtype=dtype, steps=steps):
+                positions = [members[index] for index in indices]
+                stack = torch.zeros((len(positions), *target), dtype=wire_dtype, device=device)
                 _paste(self._views(stack, positions), by_position)
-                stacks.append((positions, stack))
-        return stacks
+                found.append((positions, stack))
+        return found
 
     def orthogonalize(
         self, stacks: list[tuple[list[int], Tensor]], device: torch.device, tuning: Table

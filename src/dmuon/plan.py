@@ -33,6 +33,7 @@ class Request:
         source: Layout of the momentum, where pieces are gathered from.
         target: Layout of the parameter, where pieces of the update go.
         wire_dtype: dtype in which pieces travel, such as "float32".
+        ns_dtype: dtype in which it is orthogonalized.
         device_type: Where they travel, such as "cpu" or "cuda".
         method: How it is orthogonalized; matrices of equal method and shape share a batch.
         steps: Number of Newton-Schulz steps.
@@ -42,6 +43,7 @@ class Request:
     source: Layout
     target: Layout
     wire_dtype: str
+    ns_dtype: str
     device_type: str
     method: str
     steps: int
@@ -328,7 +330,7 @@ def _assign(
             carried.cost[rank] += loads.cost[rank]
             carried.num_bytes[rank] += loads.num_bytes[rank]
     running = _Loads(carried.cost.copy(), carried.num_bytes.copy())
-    costs = {r.matrix: model.cost(r.matrix.shape, r.steps) for r in requests}
+    costs = {r.matrix: model.cost(r.matrix.shape, r.steps, r.ns_dtype) for r in requests}
     heaviest_first = sorted(
         requests,
         key=lambda r: (-costs[r.matrix], r.method, sorted(r.matrix.shape), r.matrix.sort_key),

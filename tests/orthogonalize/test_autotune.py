@@ -1,42 +1,32 @@
+import dataclasses
+
+import pytest
 import torch
 
-from dmuon.orthogonalize import autotune, resolve_coefficients
+from dmuon.orthogonalize import autotune, backends, resolve_coefficients
 from dmuon.orthogonalize.backends import BACKENDS
+from dmuon.orthogonalize.symmetric import dense_product
 from dmuon.orthogonalize.table import format_table
 
 ORIGINAL = resolve_coefficients("original")
 CPU = torch.device("cpu")
+CPU_BACKENDS = {name for name in BACKENDS if not name.endswith(("_triton", "_quack"))}
 
 
-def tuned():
-    return autotune.tune(
-        [(2, 8, 24), (1, 40, 16)],
-        coefficients=ORIGINAL,
-        dtype=torch.float32,
-        device=CPU,
-        repeats=2,
-    )
+def tuned(shapes=((2, 8, 24), (1, 40, 16)), coefficients=ORIGINAL, dtype=torch.float32):
+    return autotune.tune(shapes, coefficients=coefficients, dtype=dtype, device=CPU, repeats=2)
 
 
 def test_the_table_names_a_backend_that_runs_for_every_shape():
     table = tuned()
-    assert set(table) == {("float32", 2, 8, 24), ("float32", 1, 16, 40)}
-    for choice in table.values():
+    keys = [("float32", 1, 16, 40, 5), ("float32", 2, 8, 24, 5)]
+    assert [choice.key for choice in table.choices] == keys
+    for choice in table.choices:
         assert choice.milliseconds > 0
-        assert choice.steps == 5
-        assert 1 <= choice.split <= choice.batch
-        assert not choice.backend.endswith("triton")
+        assert choice.backend in CPU_BACKENDS
     text = format_table(table).splitlines()
-    assert text[0].split() == [
-        "dtype",
-        "batch",
-        "rows",
-        "columns",
-        "steps",
-        "backend",
-        "split",
-        "ms",
-    ]
+    titles = ["dtype", "batch", "rows", "columns", "steps", "backend", "split", "ms"]
+    assert text[0].split() == titles
     assert len(text) == 3
 
 
@@ -49,19 +39,28 @@ def test_a_wrong_backend_is_never_chosen(monkeypatch):
 
     monkeypatch.setattr(autotune, "orthogonalize", wrong_if_gram)
     monkeypatch.setattr(autotune, "BACKENDS", ("gram", "newton_schulz"))
-    monkeypatch.setattr(autotune, "_time", lambda run, x, repeats: 1.0)
-    assert {choice.backend for choice in tuned().values()} == {"newton_schulz"}
+    monkeypatch.setattr(autotune, "_milliseconds", lambda *_: 1.0)
+    assert {choice.backend for choice in tuned().choices} == {"newton_schulz"}
+    monkeypatch.setattr(autotune, "BACKENDS", ("gram",))
+    assert tuned().choices == []
 
 
-def test_deterministic_mode_tunes_nothing():
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert tuned() == {}
-    finally:
-        torch.use_deterministic_algorithms(False)
+def test_a_backend_that_fails_is_left_out_with_a_warning(monkeypatch):
+    def fails(*_, **__):
+        raise AssertionError("needs another GPU")
+
+    for name in ("_triton", "_quack"):
+        product = dataclasses.replace(backends._PRODUCTS[name], load=lambda: fails)
+        # As if it ran here.
+        changes = {"device_type": None, "dtypes": None, "module": None, "capability": None}
+        monkeypatch.setitem(backends._PRODUCTS, name, dataclasses.replace(product, **changes))
+    with pytest.warns(UserWarning, match="_(triton|quack) was left out.*needs another GPU"):
+        table = tuned()
+    assert {choice.backend for choice in table.choices} <= CPU_BACKENDS
 
 
-def test_every_way_that_can_run_is_timed(monkeypatch):
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_every_way_that_can_run_is_timed(on_cpu, monkeypatch):
     timed = []
     right = autotune.orthogonalize
 
@@ -70,21 +69,42 @@ def test_every_way_that_can_run_is_timed(monkeypatch):
         return right(x, coefficients=coefficients, backend=backend)
 
     monkeypatch.setattr(autotune, "orthogonalize", recorded)
-    autotune.tune([(5, 8, 16)], coefficients=ORIGINAL, dtype=torch.float32, device=CPU, repeats=1)
-    ways = {name for name in BACKENDS if not name.endswith(("_triton", "_quack"))}
-    # All at once, in two, in four, and one by one.
-    assert set(timed) == {(name, size) for name in ways for size in (5, 3, 2, 1)}
+    if not on_cpu:
+        monkeypatch.setattr(autotune, "_SPLITS", {})
+    tuned([(5, 8, 16)])
+    # All at once; where the engine does not split, also in two, in four, and one by one.
+    sizes = {5} if on_cpu else {5, 3, 2, 1}
+    assert set(timed) == {(name, size) for name in CPU_BACKENDS for size in sizes}
 
 
 def test_a_form_without_safe_restarts_is_not_timed():
-    choices = autotune.tune(
-        [(1, 8, 64)],
-        coefficients=resolve_coefficients("cans"),
-        dtype=torch.bfloat16,
-        device=CPU,
-        repeats=1,
+    table = tuned([(1, 8, 64)], resolve_coefficients("cans"), torch.bfloat16)
+    assert {choice.backend for choice in table.choices} <= {"newton_schulz", "newton_schulz_blocks"}
+
+
+def test_an_optional_backend_is_chosen_where_it_is_installed_and_faster(monkeypatch):
+    changes = {"device_type": None, "module": "torch", "capability": None, "load": fast_product}
+    quack = dataclasses.replace(backends._PRODUCTS["_quack"], **changes)
+    monkeypatch.setitem(backends._PRODUCTS, "_quack", quack)
+    monkeypatch.setattr(
+        autotune, "_milliseconds", lambda _, backend, *__: 1.0 if "quack" in backend else 2.0
     )
-    assert {choice.backend for choice in choices.values()} <= {
-        "newton_schulz",
-        "newton_schulz_blocks",
-    }
+    (choice,) = tuned([(2, 8, 64)], dtype=torch.float16).choices
+    assert choice.backend.endswith("_quack")
+    monkeypatch.setitem(
+        backends._PRODUCTS, "_quack", dataclasses.replace(quack, module="no_such_package")
+    )
+    (choice,) = tuned([(2, 8, 64)], dtype=torch.float16).choices
+    assert not choice.backend.endswith("_quack")
+
+
+def fast_product():
+    return dense_product
+
+
+def test_deterministic_mode_tunes_nothing():
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert tuned().choices == []
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -131,6 +131,13 @@ def test_restarts_of_the_gram_form(name, half, single):
     assert safe_restarts(coefficients, half=False) == single
 
 
+@pytest.mark.timeout(20)
+def test_long_lists_are_not_searched_for_ever():
+    coefficients = resolve_coefficients("original", 99)
+    assert safe_restarts(coefficients, half=True) is None
+    assert safe_restarts(coefficients, half=False) == tuple(range(3, 99, 3))
+
+
 def test_condition_numbers_are_those_of_the_published_tuner():
     # Dao-AILab/gram-newton-schulz restarts Polar Express with safety 1.05 at step 2.
     coefficients = resolve_coefficients("polar_express_gram")

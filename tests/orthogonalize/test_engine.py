@@ -1,4 +1,5 @@
 import itertools
+import sys
 
 import pytest
 import torch
@@ -7,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim._muon import _zeropower_via_newtonschulz
 
-from dmuon.orthogonalize import orthogonalize, resolve_coefficients
+from dmuon.orthogonalize import backends, orthogonalize, resolve_coefficients
 from dmuon.orthogonalize.backends import BACKENDS, obstacle
 from dmuon.orthogonalize.engine import choose_backend
 from dmuon.orthogonalize.gram import gram_newton_schulz
@@ -16,7 +17,10 @@ from dmuon.orthogonalize.reference import (
     reference_newton_schulz,
     reference_orthogonalize,
 )
+from dmuon.orthogonalize.symmetric import diagonal_side
 
+# `dmuon.orthogonalize` as an attribute is the function.
+engine = sys.modules["dmuon.orthogonalize.engine"]
 ORIGINAL = resolve_coefficients("original")
 CPU_BACKENDS = [name for name in BACKENDS if not name.endswith(("triton", "quack"))]
 
@@ -229,6 +233,7 @@ def test_any_random_matrix_is_mapped_as_in_float64(shape, seed, exponent, name, 
     [
         (torch.ones(3), "auto", "matrices"),
         (torch.ones(3, 3, dtype=torch.int32), "auto", "floating"),
+        (torch.ones(3, 3).to(torch.float8_e4m3fn), "auto", "floating"),
         (torch.ones(3, 3), "quick", "known"),
         (torch.ones(3, 3), "gram_quick", "known"),
         (torch.ones(3, 3), "gram_triton", "CUDA"),
@@ -253,6 +258,7 @@ def test_gram_form_is_refused_where_no_restarts_are_safe_and_auto_avoids_it():
     [
         ("gram", "cpu", torch.float32, None),
         ("newton_schulz_triton", "cuda", torch.float32, None),
+        ("gram_triton", "cuda", torch.float64, "bfloat16"),
         ("newton_schulz_blocks", "cuda", torch.float32, "CPU"),
         ("newton_schulz_quack", "cuda", torch.float32, "bfloat16"),
         ("newton_schulz_quack", "cuda", torch.bfloat16, "not installed"),
@@ -263,6 +269,65 @@ def test_a_backend_says_what_it_needs(backend, device, dtype, reason):
     assert (found is None) if reason is None else (reason in found)
 
 
+def test_a_package_that_fails_to_import_counts_as_not_installed(tmp_path, monkeypatch):
+    (tmp_path / "quack").mkdir()
+    (tmp_path / "quack" / "__init__.py").write_text("raise RuntimeError('no driver')")
+    monkeypatch.syspath_prepend(tmp_path)
+    reason = obstacle("gram_quack", ORIGINAL, device=torch.device("cuda"), dtype=torch.bfloat16)
+    assert "not installed" in reason
+
+
+def test_a_kernel_is_not_offered_to_an_older_gpu(monkeypatch):
+    monkeypatch.setattr(backends, "is_installed", lambda module: True)
+    for capability, usable in [((8, 0), False), ((9, 0), True), ((10, 0), True)]:
+        monkeypatch.setattr(
+            torch.cuda, "get_device_capability", lambda device, found=capability: found
+        )
+        reason = obstacle("gram_quack", ORIGINAL, device=torch.device("cuda"), dtype=torch.bfloat16)
+        assert (reason is None) == usable
+
+
+@pytest.mark.parametrize("limit", [1, 3 * 2 * 4 * (6 + 4) * 4, 2**30])
+def test_a_batch_is_iterated_in_parts_that_the_caches_hold(limit, monkeypatch):
+    x = torch.randn(7, 4, 6, generator=torch.Generator().manual_seed(12))
+    expected = torch.stack([orthogonalize(each, coefficients=ORIGINAL) for each in x])
+    sizes = []
+
+    def iteration(backend, y, coefficients):
+        iterate = backends.iteration(backend, y, coefficients)
+        return lambda part: (sizes.append(len(part)), iterate(part))[1]
+
+    monkeypatch.setattr(engine, "iteration", iteration)
+    monkeypatch.setattr(engine, "CACHE_BYTES", limit)
+    found = orthogonalize(x, coefficients=ORIGINAL)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+    assert sizes == {1: [1] * 7, 2**30: [7]}.get(limit, [3, 3, 1])
+
+
+@pytest.mark.parametrize(
+    ("size", "side", "blocks"),
+    [
+        (64, 64, False),
+        (128, 64, False),
+        (256, 64, False),
+        (320, 80, True),
+        (321, 321, False),
+        (330, 165, False),
+        (384, 96, True),
+        (450, 225, False),
+        (512, 64, True),
+        (642, 321, True),
+        (999, 999, False),
+        (1000, 125, True),
+    ],
+)
+def test_auto_takes_blocks_where_enough_is_saved(size, side, blocks):
+    assert diagonal_side(size) == side
+    for length in (size, 4 * size):
+        chosen = choose_backend(torch.empty(1, size, length), ORIGINAL)
+        assert chosen.endswith("_blocks") == blocks
+
+
 def test_auto_chooses_by_shape_alone():
     for size, length in itertools.product([64, 300], [64, 300, 900]):
         if size <= length:
@@ -271,22 +336,30 @@ def test_auto_chooses_by_shape_alone():
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("backend", ["auto", "newton_schulz", "gram"])
-def test_compiles_without_graph_breaks_and_without_recompiling(backend):
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [
+        ("auto", torch.float32),
+        ("newton_schulz", torch.float32),
+        ("gram", torch.float32),
+        ("gram", torch.bfloat16),
+    ],
+)
+def test_compiles_without_graph_breaks_and_without_recompiling(backend, dtype):
     counter = torch._dynamo.testing.CompileCounter()
     shapes = [(8, 16 + 4 * i) for i in range(12)]
     torch._dynamo.reset()
     with torch._dynamo.config.patch(recompile_limit=len(shapes)):
         compiled = torch.compile(
-            lambda x: orthogonalize(x, coefficients=ORIGINAL, backend=backend),
+            lambda x: orthogonalize(x, coefficients=ORIGINAL, backend=backend, dtype=dtype),
             backend=counter,
             fullgraph=True,
         )
         for shape in shapes:
             x = torch.randn(shape)
-            torch.testing.assert_close(
-                compiled(x), orthogonalize(x, coefficients=ORIGINAL), atol=1e-4, rtol=0
-            )
+            expected = orthogonalize(x, coefficients=ORIGINAL, backend=backend, dtype=dtype)
+            tolerance = 1e-4 if dtype == torch.float32 else 0.1
+            torch.testing.assert_close(compiled(x), expected, atol=tolerance, rtol=0)
         assert counter.frame_count <= len(shapes)
         before = counter.frame_count
         for shape in shapes:

@@ -2,7 +2,8 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -15,7 +16,9 @@ from dmuon.orthogonalize.table import Choice, Table, dtype_name
 
 # Twice the worst relative errors of half precision in Gram form, and float32's with room.
 _TOLERANCES = {torch.bfloat16: 0.1, torch.float16: 0.02, torch.float32: 1e-3, torch.float64: 1e-9}
-_SPLITS = (1, 2, 4, 8)
+# On CPU the engine itself splits a batch into what the caches hold.
+_SPLITS = {"cpu": (1,)}
+_OTHER_SPLITS = (1, 2, 4, 8)
 
 
 def tune(
@@ -37,49 +40,54 @@ def tune(
         dtype: In which to iterate.
         device: Where.
         repeats: Timed runs of each candidate; their median counts.
+
+    Warns:
+        UserWarning: A backend failed although it should run there.
     """
-    table: Table = {}
     if torch.are_deterministic_algorithms_enabled():
-        return table
+        return Table()
+    choices: list[Choice] = []
     for batch, *sides in shapes:
         rows, columns = sorted(sides)
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(batch, rows, columns, generator=generator).to(device, dtype)
-        runs = {
-            (backend, split): _runner(backend, split, coefficients)
+        timed = [
+            Choice(
+                dtype_name(dtype), batch, rows, columns, len(coefficients), backend, split, median
+            )
             for backend in BACKENDS
             if obstacle(backend, coefficients, device=device, dtype=dtype) is None
-            for split in sorted({min(split, batch) for split in (*_SPLITS, batch)})
-        }
-        times = {
-            key: _time(run, x, repeats)
-            for key, run in runs.items()
-            if _is_right(run, x, coefficients)
-        }
-        (backend, split), milliseconds = min(times.items(), key=lambda item: item[1])
-        best = Choice(
-            dtype_name(dtype), batch, rows, columns, len(coefficients), backend, split, milliseconds
-        )
-        table[best.key] = best
-    return table
-
-
-def _runner(backend: str, split: int, coefficients: Coefficients) -> Callable[[Tensor], Tensor]:
-    """Return a function that runs `backend` on `split` parts of a batch in turn."""
-
-    def run(x: Tensor) -> Tensor:
-        parts = [
-            orthogonalize(part, coefficients=coefficients, backend=backend)
-            for part in x.tensor_split(split)
+            for split, median in _times(x, backend, coefficients, repeats)
         ]
-        return parts[0] if split == 1 else torch.cat(parts)
+        choices += sorted(timed, key=lambda choice: choice.milliseconds)[:1]
+    return Table(choices)
 
-    return run
+
+def _times(
+    x: Tensor, backend: str, coefficients: Coefficients, repeats: int
+) -> Iterator[tuple[int, float]]:
+    """Yield the batch splits at which a backend is right, and its median milliseconds."""
+    splits = _SPLITS.get(x.device.type, (*_OTHER_SPLITS, len(x)))
+    for split in sorted({min(split, len(x)) for split in splits}):
+        try:
+            if _is_right(_run(x, backend, split, coefficients), x, coefficients):
+                yield split, _milliseconds(x, backend, split, coefficients, repeats)
+        except Exception as error:  # noqa: BLE001 - another package's kernel may fail in any way
+            warnings.warn(f"{backend} was left out: {error!r}", stacklevel=3)
+            return
 
 
-def _is_right(run: Callable[[Tensor], Tensor], x: Tensor, coefficients: Coefficients) -> bool:
-    """Return whether `run` agrees with float64 on the first and the last matrix of `x`."""
-    found = run(x)
+def _run(x: Tensor, backend: str, split: int, coefficients: Coefficients) -> Tensor:
+    """Run a backend on `split` parts of a batch in turn."""
+    parts = [
+        orthogonalize(part, coefficients=coefficients, backend=backend)
+        for part in x.tensor_split(split)
+    ]
+    return parts[0] if split == 1 else torch.cat(parts)
+
+
+def _is_right(found: Tensor, x: Tensor, coefficients: Coefficients) -> bool:
+    """Return whether a result agrees with float64 on the first and the last matrix of `x`."""
     for index in (0, -1):
         expected = reference_newton_schulz(x[index], coefficients)
         error = (found[index].double() - expected).norm() / expected.norm()
@@ -88,13 +96,15 @@ def _is_right(run: Callable[[Tensor], Tensor], x: Tensor, coefficients: Coeffici
     return True
 
 
-def _time(run: Callable[[Tensor], Tensor], x: Tensor, repeats: int) -> float:
-    """Return the median milliseconds of `run(x)`, which has run once before."""
+def _milliseconds(
+    x: Tensor, backend: str, split: int, coefficients: Coefficients, repeats: int
+) -> float:
+    """Return the median time of a run that has run once before."""
     times = []
     for _ in range(repeats):
         _synchronize(x)
         start = time.perf_counter()
-        run(x)
+        _run(x, backend, split, coefficients)
         _synchronize(x)
         times.append((time.perf_counter() - start) * 1e3)
     return statistics.median(times)

@@ -15,6 +15,7 @@ from dmuon.orthogonalize.restarts import safe_restarts
 from dmuon.orthogonalize.symmetric import SymmetricProduct, block_product, dense_product
 
 HALF = frozenset({torch.float16, torch.bfloat16})
+DTYPES = HALF | {torch.float32, torch.float64}
 
 
 def _load_triton() -> SymmetricProduct:
@@ -33,7 +34,7 @@ def is_installed(module: str) -> bool:
     """Return whether a module could be imported, after importing the packages that hold it."""
     try:
         return find_spec(module) is not None
-    except ImportError:
+    except Exception:  # noqa: BLE001 - whatever another package raises when it is imported
         return False
 
 
@@ -46,12 +47,14 @@ class _Product:
         device_type: The only type of device that it runs on; None for any.
         dtypes: The only dtypes that it takes; None for any.
         module: What must be installed beside torch.
+        capability: The lowest compute capability of a CUDA device that it runs on.
     """
 
     load: Callable[[], SymmetricProduct]
     device_type: str | None = None
     dtypes: frozenset[torch.dtype] | None = None
     module: str | None = None
+    capability: tuple[int, int] | None = None
 
     def obstacle(self, device: torch.device, dtype: torch.dtype) -> str | None:
         """Return why it cannot run there, or None."""
@@ -61,6 +64,10 @@ class _Product:
             return f"takes {' or '.join(sorted(map(str, self.dtypes)))}, got {dtype}"
         if self.module is not None and not is_installed(self.module):
             return f"needs {self.module}, which is not installed"
+        if self.capability is not None:
+            found = torch.cuda.get_device_capability(device)
+            if found < self.capability:
+                return f"needs compute capability {self.capability}, {device} has {found}"
         return None
 
 
@@ -68,8 +75,16 @@ _FORMS = ("newton_schulz", "gram")
 _PRODUCTS = {
     "": _Product(lambda: dense_product),
     "_blocks": _Product(lambda: block_product, device_type="cpu"),
-    "_triton": _Product(_load_triton, device_type="cuda", module="triton"),
-    "_quack": _Product(_load_quack, device_type="cuda", dtypes=HALF, module="quack.gemm_interface"),
+    "_triton": _Product(
+        _load_triton, device_type="cuda", dtypes=HALF | {torch.float32}, module="triton"
+    ),
+    "_quack": _Product(
+        _load_quack,
+        device_type="cuda",
+        dtypes=HALF,
+        module="quack.gemm_interface",
+        capability=(9, 0),
+    ),
 }
 BACKENDS = tuple(form + product for form in _FORMS for product in _PRODUCTS)
 

@@ -162,6 +162,8 @@ def resolve_coefficients(
         triples = _check_triples((items,) if single else items)
         coefficients = extend(triples, steps or (5 if single else len(triples)))
     check_safe(coefficients)
+    for half in (True, False):
+        safe_restarts(coefficients, half=half)
     return coefficients
 
 

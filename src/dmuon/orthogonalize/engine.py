@@ -3,13 +3,14 @@
 import torch
 from torch import Tensor
 
-from dmuon.orthogonalize.backends import HALF, iteration
+from dmuon.orthogonalize.backends import DTYPES, HALF, iteration
 from dmuon.orthogonalize.normalize import normalize, precondition
 from dmuon.orthogonalize.quintic import Coefficients
 from dmuon.orthogonalize.restarts import safe_restarts
+from dmuon.orthogonalize.symmetric import diagonal_side
 
-# Measured on CPU. Below, blocks are too small to fill a GEMM.
-SMALLEST_BLOCKED = 320
+# Measured on CPU. Where halving takes less off a side, blocks do not pay for their copies.
+SMALLEST_HALVED = 240
 # Below, or for M x N nearer to a square, the plain form is as fast as the Gram form.
 SMALLEST_GRAM = 128
 GRAM_ASPECT = 2
@@ -49,7 +50,7 @@ def orthogonalize(
         ValueError: `x` has fewer than 2 dims or is not real floating point; `backend` is unknown,
             cannot run on `x`, or is a Gram form without safe restarts for `coefficients`.
     """
-    if x.ndim < 2 or not x.is_floating_point():
+    if x.ndim < 2 or x.dtype not in DTYPES:
         raise ValueError(
             f"orthogonalize needs real floating-point matrices, (..., M, N); got {x.dtype} of "
             f"shape {tuple(x.shape)}"
@@ -87,7 +88,7 @@ def choose_backend(x_BMN: Tensor, coefficients: Coefficients) -> str:
     long = size >= SMALLEST_GRAM and length >= GRAM_ASPECT * size
     gram = long and safe_restarts(coefficients, half=False) is not None
     form = "gram" if gram else "newton_schulz"
-    return form + "_blocks" if size >= SMALLEST_BLOCKED else form
+    return form + "_blocks" if size - diagonal_side(size) >= SMALLEST_HALVED else form
 
 
 def _cached_parts(x_BMN: Tensor) -> tuple[Tensor, ...]:

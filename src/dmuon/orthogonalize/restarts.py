@@ -10,9 +10,11 @@ import math
 from dmuon.orthogonalize.quintic import Coefficients
 
 MAX_RESTARTS = 3
+# The search tries every set of restarts: 232 sets for this many steps.
+MAX_SEARCHED_STEPS = 12
 # What rounding may do to an eigenvalue of R, of norm about 1. Zhang et al. use 4e-4 for half.
 _HALF_SHIFT, _SINGLE_SHIFT = 4e-4, 1e-5
-_LARGEST_CONDITION = {_HALF_SHIFT: 200.0, _SINGLE_SHIFT: 1000.0}
+_HALF_CONDITION, _SINGLE_CONDITION = 200.0, 1000.0
 # Measured against float64: up to three steps between restarts the Gram form is as accurate as the
 # plain one in float32, for every list in the registry, and the error grows quickly after that.
 _SINGLE_SEGMENT = 3
@@ -22,29 +24,38 @@ _OVERFLOW = 1e30
 def safe_restarts(coefficients: Coefficients, *, half: bool) -> tuple[int, ...] | None:
     """Return the restarts that keep the Gram form about as accurate as the plain one, or None.
 
-    A restart is the number of the step before which `X X^T` is computed afresh. Half precision: the
-    fewest, and of those the best conditioned. Otherwise every third step. None means that no set of
-    at most `MAX_RESTARTS` is safe: the plain form must be used.
+    A restart is the number of the step before which `X X^T` is computed afresh. In half precision
+    they are the fewest, and of those the best conditioned; otherwise every third step. None means
+    that the plain form must be used: the condition is too bad, for half precision with any set of
+    up to `MAX_RESTARTS`, or there are more than `MAX_SEARCHED_STEPS` steps to choose from.
     """
     if (coefficients, half) not in _FOUND:
-        _FOUND[coefficients, half] = _search_restarts(coefficients, half=half)
+        search = _fewest_restarts if half else _regular_restarts
+        _FOUND[coefficients, half] = search(coefficients)
     return _FOUND[coefficients, half]
 
 
-# What was searched for before; torch.compile warns of functools.lru_cache and looks into this.
+# What was searched for before. `resolve_coefficients` fills it in, so that torch.compile, which
+# warns of functools.lru_cache, only has to look.
 _FOUND: dict[tuple[Coefficients, bool], tuple[int, ...] | None] = {}
 
 
-def _search_restarts(coefficients: Coefficients, *, half: bool) -> tuple[int, ...] | None:
+def _fewest_restarts(coefficients: Coefficients) -> tuple[int, ...] | None:
     steps = len(coefficients)
-    shift = _HALF_SHIFT if half else _SINGLE_SHIFT
-    for size in range(min(MAX_RESTARTS, steps - 1) + 1) if half else [0]:
-        choices = itertools.combinations(range(1, steps), size)
-        candidates = choices if half else [tuple(range(_SINGLE_SEGMENT, steps, _SINGLE_SEGMENT))]
-        condition, restarts = min((condition_number(coefficients, r, shift), r) for r in candidates)
-        if condition <= _LARGEST_CONDITION[shift]:
+    if steps > MAX_SEARCHED_STEPS:
+        return None
+    for size in range(min(MAX_RESTARTS, steps - 1) + 1):
+        sets = itertools.combinations(range(1, steps), size)
+        condition, restarts = min((condition_number(coefficients, r, _HALF_SHIFT), r) for r in sets)
+        if condition <= _HALF_CONDITION:
             return restarts
     return None
+
+
+def _regular_restarts(coefficients: Coefficients) -> tuple[int, ...] | None:
+    restarts = tuple(range(_SINGLE_SEGMENT, len(coefficients), _SINGLE_SEGMENT))
+    condition = condition_number(coefficients, restarts, _SINGLE_SHIFT)
+    return restarts if condition <= _SINGLE_CONDITION else None
 
 
 def condition_number(coefficients: Coefficients, restarts: tuple[int, ...], shift: float) -> float:

@@ -67,14 +67,14 @@ def block_product(
     batch, size, depth = left_BMK.shape
     result_BMM = left_BMK.new_empty(batch, size, size)
     columns_BMK = right_BKM.mT
-    for level in range(halvings(size)):
-        side = size // 2 ** (level + 1)
+    side = size
+    while side > diagonal_side(size):
+        side //= 2
         lower = left_BMK.view(batch, -1, 2, side, depth)[:, :, 1].flatten(0, 1)
         upper = columns_BMK.view(batch, -1, 2, side, depth)[:, :, 0].flatten(0, 1)
         blocks = torch.bmm(lower, upper.mT).unflatten(0, (batch, -1))
         _square_blocks(result_BMM, side, step=2, row=1).copy_(blocks)
         _square_blocks(result_BMM, side, step=2, column=1).copy_(blocks.mT)
-    side = size // 2 ** halvings(size)
     rows = left_BMK.view(batch, -1, side, depth).flatten(0, 1)
     columns = columns_BMK.view(batch, -1, side, depth).flatten(0, 1)
     blocks = torch.bmm(rows, columns.mT).unflatten(0, (batch, -1))
@@ -88,12 +88,11 @@ def block_product(
     return result_BMM
 
 
-def halvings(size: int) -> int:
-    """How often `block_product` halves a side, to compute `(1 + 2**-halvings) / 2` of it."""
-    depth = 0
+def diagonal_side(size: int) -> int:
+    """Side of the blocks on the diagonal, down to which `block_product` halves."""
     while size % 2 == 0 and size // 2 >= SMALLEST_BLOCK:
-        size, depth = size // 2, depth + 1
-    return depth
+        size //= 2
+    return size
 
 
 def _square_blocks(x_BMM: Tensor, side: int, *, step: int, row: int = 0, column: int = 0) -> Tensor:

@@ -2,14 +2,17 @@
 
 A table is data: it names a backend for each shape, and its times can stand in for FLOPs in a cost
 model. Nothing is looked up behind a caller's back, so two ranks cannot come to choose differently.
+In torch's deterministic mode a table answers as if it were empty.
 """
 
 import contextlib
 import json
+import math
 import os
+import platform
 import tempfile
-from collections import defaultdict
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
@@ -18,13 +21,15 @@ from dmuon.orthogonalize.backends import BACKENDS
 
 CACHE_VERSION = 2
 
+Shape = tuple[int, int]
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     """The fastest correct way to orthogonalize a batch of one shape.
 
     Attributes:
-        dtype: In which to iterate.
+        dtype: In which to iterate, as torch names it.
         batch: Number of matrices.
         rows: Their smaller side.
         columns: Their larger side.
@@ -44,62 +49,66 @@ class Choice:
     milliseconds: float
 
     @property
-    def key(self) -> tuple[str, int, int, int]:
+    def key(self) -> tuple[str, int, int, int, int]:
         """What the choice is for."""
-        return (self.dtype, self.batch, self.rows, self.columns)
+        return (self.dtype, self.batch, self.rows, self.columns, self.steps)
+
+    @property
+    def seconds(self) -> float:
+        """Of one step of the whole batch."""
+        return self.milliseconds / self.steps / 1e3
 
 
-Table = dict[tuple[str, int, int, int], Choice]
+class Table:
+    """Choices for any number of shapes, dtypes, batch sizes and numbers of steps."""
 
+    def __init__(self, choices: Iterable[Choice] = ()) -> None:
+        """Keep the last of several choices for the same."""
+        by_key = {choice.key: choice for choice in choices}
+        self.choices = [by_key[key] for key in sorted(by_key)]
+        self._by_shape: dict[tuple[str, Shape], list[Choice]] = {}
+        for choice in self.choices:
+            key = (choice.dtype, (choice.rows, choice.columns))
+            self._by_shape.setdefault(key, []).append(choice)
 
-def find(table: Table, dtype: torch.dtype, batch: int, rows: int, columns: int) -> Choice | None:
-    """Return the entry for a shape with the nearest batch size, or None."""
-    known = _known(table, dtype, rows, columns)
-    return min(known, key=lambda choice: (abs(choice.batch - batch), choice.batch), default=None)
+    def find(self, dtype: torch.dtype, steps: int, batch: int, shape: Shape) -> Choice | None:
+        """Return the entry for a shape with the nearest number of steps and batch, or None."""
+        known = self._known(dtype, steps, shape)
+        return min(
+            known, key=lambda choice: (abs(choice.batch - batch), choice.batch), default=None
+        )
 
+    def seconds(self, dtype: torch.dtype, steps: int, batch: int, shape: Shape) -> float | None:
+        """Return the measured seconds of one step of a batch, or None for an unknown shape.
 
-def batch_seconds(
-    table: Table, dtype: torch.dtype, batch: int, rows: int, columns: int
-) -> float | None:
-    """Return the measured seconds of a batch, or None for a shape that is not in the table.
+        Interpolated linearly between measured batch sizes, and proportional beyond them.
+        """
+        known = self._known(dtype, steps, shape)
+        below = max((c for c in known if c.batch <= batch), key=lambda c: c.batch, default=None)
+        above = min((c for c in known if c.batch >= batch), key=lambda c: c.batch, default=None)
+        if below is None or above is None or below is above:
+            nearest = below or above
+            return None if nearest is None else nearest.seconds * batch / nearest.batch
+        weight = (batch - below.batch) / (above.batch - below.batch)
+        return (1 - weight) * below.seconds + weight * above.seconds
 
-    Interpolated linearly between measured batch sizes, and proportional beyond them.
-    """
-    known = _known(table, dtype, rows, columns)
-    if not known:
-        return None
-    below = max((c for c in known if c.batch <= batch), key=lambda c: c.batch, default=known[0])
-    above = min((c for c in known if c.batch >= batch), key=lambda c: c.batch, default=known[-1])
-    if below.batch == above.batch or not below.batch <= batch <= above.batch:
-        nearest = above if batch <= above.batch else below
-        return nearest.milliseconds / 1e3 * batch / nearest.batch
-    weight = (batch - below.batch) / (above.batch - below.batch)
-    return ((1 - weight) * below.milliseconds + weight * above.milliseconds) / 1e3
+    def seconds_per_step(self) -> dict[tuple[str, Shape], float]:
+        """Return the measured seconds of a step on one matrix, for a cost model.
 
+        By dtype and shape; of several batch sizes the smallest counts.
+        """
+        if torch.are_deterministic_algorithms_enabled():
+            return {}
+        smallest = {key: choices[0] for key, choices in self._by_shape.items()}
+        return {key: choice.seconds / choice.batch for key, choice in smallest.items()}
 
-def seconds_per_step(table: Table) -> dict[tuple[int, int], float]:
-    """Return the measured seconds of a step on one matrix of each (rows, columns).
-
-    Of several batch sizes the smallest counts, of several dtypes the slowest.
-    """
-    smallest: dict[tuple[str, int, int], Choice] = {}
-    for choice in sorted(table.values(), key=lambda choice: choice.key):
-        smallest.setdefault((choice.dtype, choice.rows, choice.columns), choice)
-    times: dict[tuple[int, int], float] = defaultdict(float)
-    for choice in smallest.values():
-        seconds = choice.milliseconds / choice.batch / choice.steps / 1e3
-        shape = (choice.rows, choice.columns)
-        times[shape] = max(seconds, times[shape])
-    return dict(times)
-
-
-def _known(table: Table, dtype: torch.dtype, rows: int, columns: int) -> list[Choice]:
-    """Return the entries for a shape, by batch size; none in torch's deterministic mode."""
-    if torch.are_deterministic_algorithms_enabled():
-        return []
-    name = dtype_name(dtype)
-    found = [c for c in table.values() if (c.dtype, c.rows, c.columns) == (name, rows, columns)]
-    return sorted(found, key=lambda choice: choice.batch)
+    def _known(self, dtype: torch.dtype, steps: int, shape: Shape) -> list[Choice]:
+        """Return the entries of the nearest number of steps."""
+        if torch.are_deterministic_algorithms_enabled():
+            return []
+        known = self._by_shape.get((dtype_name(dtype), shape), [])
+        nearest = min((c.steps for c in known), key=lambda s: (abs(s - steps), s), default=0)
+        return [choice for choice in known if choice.steps == nearest]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -107,31 +116,43 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def device_name(device: torch.device) -> str:
-    """Return the name that tables for `device` are kept under."""
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        return "".join(c if c.isalnum() else "_" for c in name)
-    return f"{device.type}_{torch.get_num_threads()}_threads"
-
-
 def cache_path(folder: Path, device: torch.device) -> Path:
     """Return the file in `folder` that holds the table of `device`."""
-    return folder / f"{device_name(device)}.v{CACHE_VERSION}.json"
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        capability = torch.backends.cpu.get_cpu_capability()
+        name = f"{device.type} {platform.machine()} {capability} {torch.get_num_threads()} threads"
+    return folder / ("".join(c if c.isalnum() else "_" for c in name) + ".json")
 
 
 def load(path: Path) -> Table:
-    """Return the table in `path`; empty if there is none, or none that can be read."""
+    """Return the choices in `path` that can be read; none if there is no such file."""
     try:
-        rows = json.loads(path.read_text())
-        choices = [Choice(**row) for row in rows]
-        usable = all(
-            c.backend in BACKENDS and min(c.batch, c.steps, c.split, c.milliseconds) > 0
-            for c in choices
-        )
-        return {choice.key: choice for choice in choices} if usable else {}
-    except (OSError, ValueError, TypeError):
-        return {}
+        content = json.loads(path.read_text())
+        rows = content["choices"] if content["version"] == CACHE_VERSION else []
+        choices = [_read(row) for row in rows]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return Table()
+    return Table(choice for choice in choices if choice is not None)
+
+
+def _read(row: object) -> Choice | None:
+    """Return one row of a file, or None if it is none."""
+    types = {field.name: field.type for field in fields(Choice)}
+    if not isinstance(row, dict) or row.keys() != types.keys():
+        return None
+    if any(type(value) is not types[name] for name, value in row.items()):
+        return None
+    choice = Choice(**row)
+    sizes = (choice.batch, choice.rows, choice.steps, choice.split)
+    usable = (
+        choice.backend in BACKENDS
+        and min(sizes) > 0
+        and choice.rows <= choice.columns
+        and 0 < choice.milliseconds < math.inf
+    )
+    return choice if usable else None
 
 
 def load_strict(path: str | os.PathLike[str]) -> Table:
@@ -141,7 +162,7 @@ def load_strict(path: str | os.PathLike[str]) -> Table:
         ValueError: There is no table that can be read.
     """
     table = load(Path(path))
-    if not table:
+    if not table.choices:
         raise ValueError(
             f"tuning {str(path)!r}: no table can be read there; write one with `dmuon tune`"
         )
@@ -155,15 +176,19 @@ def save(path: Path, table: Table) -> None:
     writers at once the later wins, and the other's choices are tuned again.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    merged = sorted({**load(path), **table}.items())
+    merged = Table([*load(path).choices, *table.choices])
+    content = {"version": CACHE_VERSION, "choices": [asdict(choice) for choice in merged.choices]}
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-        json.dump([asdict(choice) for _, choice in merged], file, indent=1)
-    try:
-        os.replace(file.name, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.unlink(file.name)
-        raise
+        try:
+            json.dump(content, file, indent=1)
+            file.close()
+            # Readable by other users, as a file that is simply written would be.
+            os.chmod(file.name, 0o644)
+            os.replace(file.name, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(file.name)
+            raise
 
 
 def format_table(table: Table) -> str:
@@ -171,9 +196,9 @@ def format_table(table: Table) -> str:
     lines: list[tuple[str, ...]] = [
         ("dtype", "batch", "rows", "columns", "steps", "backend", "split", "ms")
     ]
-    for _, choice in sorted(table.items()):
-        *fields, milliseconds = asdict(choice).values()
-        lines.append((*map(str, fields), f"{milliseconds:.3f}"))
+    for choice in table.choices:
+        *cells, milliseconds = asdict(choice).values()
+        lines.append((*map(str, cells), f"{milliseconds:.3f}"))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()

@@ -15,6 +15,7 @@ def symmetric_kernel(  # noqa: ANN201, PLR0913, PLR0917
     right_ptr,  # noqa: ANN001
     add_ptr,  # noqa: ANN001
     result_ptr,  # noqa: ANN001
+    tiles,  # noqa: ANN001
     size,  # noqa: ANN001
     depth,  # noqa: ANN001
     left_stride_b,  # noqa: ANN001
@@ -39,8 +40,9 @@ def symmetric_kernel(  # noqa: ANN201, PLR0913, PLR0917
     Programs are numbered along the rows of the lower triangle of tiles. The result is contiguous.
     Offsets are 64-bit: a batch of expert weights passes 2^31 entries.
     """
-    tile = tl.program_id(0)
-    batch = tl.program_id(1).to(tl.int64)
+    # One axis: only the first may be longer than 65535.
+    tile = tl.program_id(0) % tiles
+    batch = (tl.program_id(0) // tiles).to(tl.int64)
     row = ((tl.sqrt(8.0 * tile + 1.0) - 1.0) * 0.5).to(tl.int32)
     # The square root may be off by one in float32.
     row = tl.where(row * (row + 1) // 2 > tile, row - 1, row)
@@ -109,14 +111,16 @@ def triton_product(
     """Compute the lower tiles and mirror them, accumulating in float32: a `SymmetricProduct`."""
     batch, size, depth = left_BMK.shape
     config = tile_config(left_BMK.dtype, size)
-    tiles = triton.cdiv(size, config["TILE"])
+    rows = triton.cdiv(size, config["TILE"])
+    tiles = rows * (rows + 1) // 2
     result_BMM = left_BMK.new_empty(batch, size, size)
     add = left_BMK if add_BMM is None else add_BMM
-    symmetric_kernel[(tiles * (tiles + 1) // 2, batch)](
+    symmetric_kernel[(batch * tiles,)](
         left_BMK,
         right_BKM,
         add,
         result_BMM,
+        tiles,
         size,
         depth,
         *left_BMK.stride(),
