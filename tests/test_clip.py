@@ -125,7 +125,7 @@ def test_any_torch_optimizer_may_be_given():
     torch.testing.assert_close(dmuon.clip_grad_norm_(torch.optim.SGD(params), 0.1), expected)
 
 
-def test_a_muon_step_does_not_depend_on_the_clip_value():
+def test_r35_a_muon_step_does_not_depend_on_the_clip_value():
     # Elsewhere a clip of the orthogonalized update became the learning rate.
     weights = {}
     for max_norm in (math.inf, 0.5, 1.0, 4.0):

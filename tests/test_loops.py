@@ -62,7 +62,7 @@ def lrs(optimizer):
 # Schedulers
 
 
-def test_lambda_lr_keeps_the_ratio_of_two_learning_rates():
+def test_r61_lambda_lr_keeps_the_ratio_of_two_learning_rates():
     optimizer = optimizer_of(tiny_model())
     LambdaLR(optimizer, lambda _: 0.5)
     assert lrs(optimizer) == [1e-2, 5e-6]
@@ -106,7 +106,7 @@ def test_each_step_uses_the_learning_rate_of_its_moment():
 
 
 @pytest.mark.parametrize("cycle_momentum", [True, False])
-def test_one_cycle_runs_on_a_mixed_optimizer(cycle_momentum):
+def test_r62_one_cycle_runs_on_a_mixed_optimizer(cycle_momentum):
     model = tiny_model()
     optimizer = optimizer_of(model)
     scheduler = OneCycleLR(
@@ -178,7 +178,7 @@ def test_a_tensor_learning_rate_gives_the_weights_of_a_float(shape):
 # Closures
 
 
-def test_a_closure_runs_with_gradients_and_its_loss_is_returned():
+def test_r64_a_closure_runs_with_gradients_and_its_loss_is_returned():
     w, target = nn.Parameter(torch.eye(4)), torch.full((4, 4), 0.5)
     optimizer = dmuon.Muon([w], lr=0.02, weight_decay=0.0)
     grad_modes = []
@@ -365,7 +365,7 @@ def test_a_compiled_closure_stays_compiled():
     assert len(compilations) == 1
 
 
-def test_twelve_shapes_compile_at_most_once_each_and_never_again():
+def test_r68_twelve_shapes_compile_at_most_once_each_and_never_again():
     # More shapes than torch.compile would recompile for by default.
     counters = torch._dynamo.utils.counters
     counters.clear()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import dmuon
 from dmuon.update import ADJUST_LR_FNS
@@ -313,8 +313,8 @@ def test_r31_steps_without_a_process_group_and_equally_as_a_group_of_one_rank(fa
         one_rank = [
             weights(torch.clone, process_group=group),
             weights(torch.clone, process_group=group, shard_state=True),
-            weights(lambda t: distribute_tensor(t, mesh, [Shard(0)])),
-            weights(lambda t: distribute_tensor(t, mesh, [Replicate()])),
+            weights(lambda t: DTensor.from_local(t, mesh, [Shard(0)])),
+            weights(lambda t: DTensor.from_local(t, mesh, [Replicate()])),
         ]
     for found in one_rank:
         assert all(torch.equal(a, b) for a, b in zip(alone, found, strict=True))

@@ -178,7 +178,7 @@ def test_fingerprint_sees_everything_that_ranks_must_agree_on(change):
     assert digest(one.describe((0, 1))) != digest(other.describe((0, 1)))
 
 
-def test_many_layer_types_are_balanced_by_cost():
+def test_r29_many_layer_types_are_balanced_by_cost():
     plan = plan_of(fsdp([(64, 64)] * 4 + [(64, 16)] * 4 + [(16, 16)] * 4, 4))
     assert imbalance(plan) <= 1.3
     per_rank = Counter((a.owners[0], a.request.matrix.shape) for a in plan.assignments)

@@ -121,6 +121,7 @@ CASES = [
     LayoutCase(
         "fused QKV, borders inside shards",
         4,
+        # R47.
         on((4,), S(0), split=(8, 2, 2))((12, 16)) + on((4,), S(0), split=(6, 2, 2))((10, 6)),
     ),
     LayoutCase(

@@ -85,7 +85,7 @@ def clip_mixed_meshes():
     return norm.item()
 
 
-def test_dense_expert_and_plain_parameters_have_one_norm(run_ranks):
+def test_r65_dense_expert_and_plain_parameters_have_one_norm(run_ranks):
     assert len(set(run_ranks(4, clip_mixed_meshes))) == 1
 
 

@@ -141,7 +141,7 @@ def accumulate(layout, num_micro_batches):
 # torch's, about the output of a row-parallel layer.
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view")
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_accumulated_micro_batches_equal_one_batch_and_take_one_update(run_ranks, layout):
+def test_r42_accumulated_micro_batches_equal_one_batch_and_take_one_update(run_ranks, layout):
     at_once = run_ranks(LAYOUTS[layout], accumulate, layout, 1)
     accumulated = run_ranks(LAYOUTS[layout], accumulate, layout, 4)
     for (a, _), (b, _) in zip(at_once, accumulated, strict=True):
@@ -173,7 +173,7 @@ def train_with_scaler(layout, bad_step):
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view")
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_step_that_the_scaler_discards_changes_no_bit_on_any_rank(run_ranks, layout):
+def test_r37_a_step_that_the_scaler_discards_changes_no_bit_on_any_rank(run_ranks, layout):
     for skipped, scale, weights in run_ranks(LAYOUTS[layout], train_with_scaler, layout, 1):
         assert skipped == [False, True, False]
         assert scale == 2.0
@@ -267,7 +267,7 @@ def skip_bad_step(layout, index, value):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("index", "value"), [(0, math.nan), (2, math.inf), (3, -math.inf)])
-def test_skip_leaves_everything_as_it_was_on_all_ranks(run_ranks, layout, index, value):
+def test_r37_skip_leaves_everything_as_it_was_on_all_ranks(run_ranks, layout, index, value):
     results = run_ranks(LAYOUTS[layout], skip_bad_step, layout, index, value)
     assert results == [1] * LAYOUTS[layout]
 
@@ -398,7 +398,7 @@ def step_without(layout, absent):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_parameter_without_gradient_on_any_rank_is_untouched(run_ranks, layout):
+def test_r16_a_parameter_without_gradient_on_any_rank_is_untouched(run_ranks, layout):
     # Parameters are weight, bias, weight, bias; the snapshot has the weights first.
     for untouched in run_ranks(LAYOUTS[layout], step_without, layout, [2, 1]):
         assert untouched == [False, True, True, False]
@@ -426,7 +426,7 @@ def step_with_none_on_rank_0(layout, index):
 
 @pytest.mark.parametrize("layout", ["FSDP2", "HSDP", "FSDP2 x TP"])
 @pytest.mark.parametrize("index", [0, 1], ids=["muon", "adamw"])
-def test_a_gradient_that_only_some_ranks_miss_counts_as_zeros(run_ranks, layout, index):
+def test_r16_a_gradient_that_only_some_ranks_miss_counts_as_zeros(run_ranks, layout, index):
     run_ranks(LAYOUTS[layout], step_with_none_on_rank_0, layout, index)
 
 
@@ -447,7 +447,7 @@ def read_after_step(layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_read_after_a_step_sees_the_new_weights(run_ranks, layout):
+def test_r32_every_read_after_a_step_sees_the_new_weights(run_ranks, layout):
     run_ranks(LAYOUTS[layout], read_after_step, layout)
 
 
@@ -469,7 +469,7 @@ def train_offloaded():
     assert_near(*weights)
 
 
-def test_offloaded_parameters_train_as_others_do(run_ranks):
+def test_r71_offloaded_parameters_train_as_others_do(run_ranks):
     run_ranks(2, train_offloaded)
 
 
@@ -676,4 +676,6 @@ def test_a_process_ends_without_a_word_after_training(end):
             process.join(timeout=40)
         logs = [(Path(directory) / f"log-{r}").read_text() for r in (0, 1)]
         assert [process.exitcode for process in ranks] == [0, 0], logs
-    assert logs == ["", ""]
+    # Before 2.11, torch's gloo says who is connected.
+    lines = [line for log in logs for line in log.splitlines()]
+    assert [line for line in lines if not line.startswith("[Gloo] Rank ")] == []

@@ -18,7 +18,7 @@ def matrices():
     return [*found, *(x.mT.clone() for x in found[:10]), found[0].double()]
 
 
-def test_batched_result_equals_a_loop():
+def test_r69_batched_result_equals_a_loop():
     inputs = matrices()
     copies = [x.clone() for x in inputs]
     found = orthogonalize_all(inputs, coefficients=ORIGINAL)

@@ -148,7 +148,7 @@ def test_quack_product_equals_the_dense_one():
     run_python(QUACK)
 
 
-def test_cpu_needs_no_triton():
+def test_r72_cpu_needs_no_triton():
     run_python(
         "import sys\n"
         "sys.modules['triton'] = None\n"

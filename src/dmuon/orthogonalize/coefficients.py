@@ -40,23 +40,30 @@ _FINISH: Triple = (2.0, -1.5, 0.5)
 
 @dataclass(frozen=True, slots=True)
 class CoefficientList:
-    """A named family of coefficient lists, one list for every number of steps."""
+    """A named family of coefficient lists, one list for every number of steps.
+
+    Attributes:
+        name: What `resolve_coefficients` knows it by.
+        source: Where it was published.
+        default_steps: Number of steps it was made for.
+        make: Returns the list for a number of steps.
+    """
 
     name: str
     source: str
     default_steps: int
     make: Callable[[int], Coefficients]
 
-    def restarts(self, *, half: bool) -> tuple[int, ...] | None:
-        """Return the restarts of the Gram form for `default_steps`, see `safe_restarts`."""
-        return safe_restarts(self.make(self.default_steps), half=half)
-
-    def output_range(self, lower: float, steps: int | None = None) -> tuple[float, float]:
-        """Return the smallest and largest output for singular values in `[lower, 1]`."""
-        coefficients = self.make(steps or self.default_steps)
+    def output_range(self, lower: float) -> tuple[float, float]:
+        """Return where `default_steps` take singular values in `[lower, 1]`: least and greatest."""
+        coefficients = self.make(self.default_steps)
         exponents = (i / 3000 for i in range(3001))
         values = [evaluate(lower**exponent, coefficients) for exponent in exponents]
         return (min(values), max(values))
+
+    def restarts(self, *, half: bool) -> tuple[int, ...] | None:
+        """Return the restarts of the Gram form for `default_steps`, see `safe_restarts`."""
+        return safe_restarts(self.make(self.default_steps), half=half)
 
 
 def _polar_express(steps: int) -> Coefficients:
