@@ -18,7 +18,7 @@ import torch
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 from dmuon.orthogonalize import orthogonalize, resolve_coefficients
-from dmuon.orthogonalize.backends import BACKENDS, is_installed, obstacle
+from dmuon.orthogonalize.backends import BACKENDS, is_importable, obstacle
 from dmuon.orthogonalize.kernels.symmetric import triton_product
 from dmuon.orthogonalize.reference import reference_newton_schulz
 from dmuon.orthogonalize.restarts import safe_restarts
@@ -30,7 +30,7 @@ SHAPES = {
     "Qwen3-32B": [(8192, 5120, 1), (1024, 5120, 2), (5120, 8192, 1), (25600, 5120, 3)],
 }
 PRODUCTS = [triton_product]
-if is_installed("quack.gemm_interface"):
+if is_importable("quack.gemm_interface"):
     from dmuon.orthogonalize.kernels.quack import quack_product
 
     PRODUCTS.append(quack_product)

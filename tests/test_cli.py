@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 import dmuon
 from dmuon.cli import main
-from dmuon.orthogonalize import batches, resolve_coefficients
+from dmuon.orthogonalize import autotune, batches, resolve_coefficients
 from dmuon.orthogonalize.table import CACHE_VERSION, Choice, Table
 
 ORIGINAL = resolve_coefficients("original", 5)
@@ -50,6 +50,7 @@ def test_tune_prints_the_choices_and_writes_a_table_that_the_optimizer_takes(tmp
         ("--coefficients", "jordan"),
         ("--device", "gpu"),
         ("--device", "cuda:99"),
+        ("--device", "hpu"),
         ("--dtype", "int8"),
     ],
 )
@@ -60,7 +61,26 @@ def test_tune_refuses_what_it_does_not_know(option, value, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("shape", ["8", "0x4", "8xa", "1x2x3x4", "²x3"])
+def test_tune_refuses_a_cache_that_is_no_folder(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("")
+    result = CliRunner().invoke(main, ["tune", "4x8", "--cache", str(path)])
+    assert result.exit_code == 2, result.output
+
+
+@pytest.mark.parametrize("failing", ["8x4", "all"])
+def test_tune_fails_when_no_backend_is_right(failing, tmp_path, monkeypatch):
+    def is_right(found, x, coefficients):
+        return failing != "all" and x.shape[-2:] != (4, 8)
+
+    monkeypatch.setattr(autotune, "_is_right", is_right)
+    result = CliRunner().invoke(main, ["tune", "8x4", "8x8", "--cache", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "8x4" in result.output.splitlines()[-1]
+    assert len(list(tmp_path.iterdir())) == (failing != "all")
+
+
+@pytest.mark.parametrize("shape", ["8", f"{'9' * 20}x3", "0x4", "8xa", "1x2x3x4", "²x3"])
 def test_tune_refuses_what_is_no_shape(shape):
     result = CliRunner().invoke(main, ["tune", shape])
     assert result.exit_code == 2
@@ -88,10 +108,11 @@ def test_optimizer_follows_the_table_of_its_shapes(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("backend", ["gram_triton", "gram_quack", "gram"])
 def test_a_choice_that_cannot_run_here_goes_to_auto(backend):
-    cans = resolve_coefficients("cans")
+    # Too long to have known restarts in half precision.
+    long = resolve_coefficients("original", 20)
     table = Table([Choice(**row(4, 32, backend, dtype="bfloat16"))])
     x = torch.randn(1, 4, 32)
-    options = {"coefficients": cans, "eps": 1e-7, "dtype": torch.bfloat16}
+    options = {"coefficients": long, "eps": 1e-7, "dtype": torch.bfloat16}
     found = batches.orthogonalize_tuned(x, table, **options)
     assert torch.equal(found, batches.orthogonalize(x, **options))
 

@@ -158,3 +158,20 @@ def test_function_is_not_asked_about_made_up_shapes():
     optimizer.step()
     assert set(asked) == {(6, 4)}
     assert lr_scale(scale, (6, 4)) == 1.0
+
+
+def test_a_list_that_diverges_in_the_dtype_of_newton_schulz_is_refused():
+    weight = nn.Parameter(torch.randn(8, 32))
+    options = {"ns_dtype": torch.bfloat16, "ns_coefficients": "cans"}
+    with pytest.raises(ValueError, match=r"ns_dtype torch\.bfloat16: .*diverges"):
+        dmuon.Muon([weight], **options)
+    with pytest.raises(ValueError, match=r"group 0: ns_dtype torch\.float16: .*diverges"):
+        dmuon.Muon([{"params": [weight], **options, "ns_dtype": torch.float16}])
+    # float32 on CPU.
+    optimizer = dmuon.Muon([("w", weight)], ns_coefficients="cans")
+    weight.grad = torch.randn(8, 32)
+    optimizer.step()
+    # Changed later: the step names the parameter.
+    optimizer.param_groups[0]["ns_dtype"] = torch.bfloat16
+    with pytest.raises(ValueError, match=r"w: ns_dtype torch\.bfloat16: .*diverges"):
+        optimizer.step()

@@ -42,25 +42,34 @@ def tune(
     """
     if dtype not in _DTYPES:
         raise typer.BadParameter(f"dtype {dtype!r} is unknown; use {', '.join(_DTYPES)}")
+    batches = [_parse_shape(shape) for shape in shapes]
     try:
         triples = resolve_coefficients(coefficients, steps)
         where = torch.empty(0, device=device).device
-    except (ValueError, RuntimeError, AssertionError) as error:
-        raise typer.BadParameter(str(error)) from None
-    table = tune_shapes(
-        [_parse_shape(shape) for shape in shapes],
-        coefficients=triples,
-        dtype=_DTYPES[dtype],
-        device=where,
-    )
-    path = cache_path(cache, where)
-    save(path, table)
-    typer.echo(format_table(load(path)))
-    typer.echo(f"written to {path}")
+        # Before anything is timed.
+        cache.mkdir(parents=True, exist_ok=True)
+    except (ValueError, RuntimeError, AssertionError, ImportError, OSError) as error:
+        raise typer.BadParameter(str(error).splitlines()[0]) from None
+    table = tune_shapes(batches, coefficients=triples, dtype=_DTYPES[dtype], device=where)
+    if table.choices:
+        path = cache_path(cache, where)
+        save(path, table)
+        typer.echo(format_table(load(path)))
+        typer.echo(f"written to {path}")
+    timed = {(choice.batch, choice.rows, choice.columns) for choice in table.choices}
+    left_out = [
+        shape
+        for shape, (batch, *sides) in zip(shapes, batches, strict=True)
+        if (batch, *sorted(sides)) not in timed
+    ]
+    if left_out:
+        typer.echo(f"no backend is right in {dtype} on {where} for {', '.join(left_out)}", err=True)
+        raise typer.Exit(1)
 
 
 def _parse_shape(text: str) -> tuple[int, int, int]:
-    sizes = [int(size) if size.isdecimal() else 0 for size in text.split("x")]
+    parts = text.split("x")
+    sizes = [int(part) if part.isdecimal() and len(part) < 10 else 0 for part in parts]
     if len(sizes) not in {2, 3} or min(sizes) < 1:
         raise typer.BadParameter(f"shape {text!r} is not ROWSxCOLUMNS or BATCHxROWSxCOLUMNS")
     batch, rows, columns = sizes if len(sizes) == 3 else (1, *sizes)

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmuon.orthogonalize import resolve_coefficients
+from dmuon.orthogonalize import Coefficients, resolve_coefficients
+from dmuon.orthogonalize.coefficients import check_safe
 from dmuon.routing import resolve_split
 from dmuon.update import lr_scale
 
@@ -112,7 +113,19 @@ def _check_orthogonalization(values: Mapping[str, Any], where: str) -> None:
             f"{coefficients!r}"
         )
     with _at(where):
-        resolve_coefficients(coefficients, steps)
+        triples = resolve_coefficients(coefficients, steps)
+    if dtype is not None:
+        check_precision(where, triples, dtype)
+
+
+def check_precision(where: str, coefficients: Coefficients, dtype: torch.dtype) -> None:
+    """Check that a coefficient list can be iterated in a dtype.
+
+    Raises:
+        ValueError: It would diverge; says where.
+    """
+    with _at(f"{where}: ns_dtype {dtype}"):
+        check_safe(coefficients, rounding=torch.finfo(dtype).eps / 2)
 
 
 @contextlib.contextmanager

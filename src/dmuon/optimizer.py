@@ -124,7 +124,8 @@ class Muon(Optimizer):
         repeat_ns: Orthogonalize once per replica (HSDP, DDP) instead of once in the whole job:
             nothing then moves between replicas. For replicas joined by a slow network.
         bucket_cap_mb: Bound on the mebibytes that one owner receives in one exchange, and so on
-            scratch memory; a larger matrix travels alone.
+            scratch memory; a larger matrix travels alone. Padding by a `tuning` table may double
+            what an owner stacks.
         nonfinite: What `step` does about an infinite or NaN gradient: "propagate" it, into that
             parameter alone; or "skip" the step, or "raise", on all ranks and with weights, state
             and step counts untouched. The last two wait for the device, and every rank of the

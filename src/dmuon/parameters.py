@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dmuon.exchange import reduced_grad
+from dmuon.groups import check_precision
 from dmuon.layout import Layout, local_part, read_layout, wire_device
 from dmuon.matrices import matrices_of
 from dmuon.orthogonalize import resolve_coefficients
@@ -84,7 +84,9 @@ class MuonParam:
         # float16 would overflow on the way: a gradient is only normalized at its owner.
         wire = torch.bfloat16 if dtype == torch.float16 else dtype
         coefficients = resolve_coefficients(self.group["ns_coefficients"], self.group["ns_steps"])
-        method = _method(self.group) + _tuned(tuning)
+        check_precision(self.fqn, coefficients, dtype)
+        # Ranks must agree on the table: batches, owners and rounding follow it.
+        method = _method(self.group) + (f", tuning {tuning.digest}" if tuning.choices else "")
         flatten, split = self.group["flatten"], self.group["split"]
         for matrix in matrices_of(self.fqn, self.param.shape, flatten=flatten, split=split):
             if matrix.numel:
@@ -301,12 +303,6 @@ def first_nonfinite(params: Iterable[MuonParam | AdamWParam]) -> str | None:
         finite = zip(grads, largest.isfinite().tolist(), strict=True)
         found += [i for i, ok in finite if not ok]
     return names[min(found)] if found else None
-
-
-def _tuned(tuning: Table) -> str:
-    """What ranks must agree on about a tuning table: batches, owners and rounding follow it."""
-    rows = repr(tuning.choices).encode()
-    return f", tuning {hashlib.sha256(rows).hexdigest()[:8]}" if tuning.choices else ""
 
 
 def _method(group: Mapping[str, Any]) -> str:

@@ -330,7 +330,10 @@ def _assign(
             carried.cost[rank] += loads.cost[rank]
             carried.num_bytes[rank] += loads.num_bytes[rank]
     running = _Loads(carried.cost.copy(), carried.num_bytes.copy())
-    costs = {r.matrix: model.cost(r.matrix.shape, r.steps, r.ns_dtype) for r in requests}
+    # Many matrices are of one kind.
+    kinds = {(r.matrix.shape, r.steps, r.ns_dtype) for r in requests}
+    cost_of = {kind: model.cost(*kind) for kind in kinds}
+    costs = {r.matrix: cost_of[r.matrix.shape, r.steps, r.ns_dtype] for r in requests}
     heaviest_first = sorted(
         requests,
         key=lambda r: (-costs[r.matrix], r.method, sorted(r.matrix.shape), r.matrix.sort_key),

@@ -59,6 +59,10 @@ def test_a_backend_that_fails_is_left_out_with_a_warning(monkeypatch):
     assert {choice.backend for choice in table.choices} <= CPU_BACKENDS
 
 
+def test_lists_and_tuples_of_coefficients_are_taken():
+    assert len(tuned(coefficients=list(ORIGINAL)).choices) == 2
+
+
 @pytest.mark.parametrize("on_cpu", [True, False])
 def test_every_way_that_can_run_is_timed(on_cpu, monkeypatch):
     timed = []
@@ -78,7 +82,7 @@ def test_every_way_that_can_run_is_timed(on_cpu, monkeypatch):
 
 
 def test_a_form_without_safe_restarts_is_not_timed():
-    table = tuned([(1, 8, 64)], resolve_coefficients("cans"), torch.bfloat16)
+    table = tuned([(1, 8, 64)], resolve_coefficients("original", 20), torch.bfloat16)
     assert {choice.backend for choice in table.choices} <= {"newton_schulz", "newton_schulz_blocks"}
 
 

@@ -131,6 +131,17 @@ def test_restarts_of_the_gram_form(name, half, single):
     assert safe_restarts(coefficients, half=False) == single
 
 
+@pytest.mark.parametrize("name", sorted(REGISTRY))
+@pytest.mark.parametrize("rounding", [2**-8, 2**-11, 2**-24])
+def test_every_list_but_one_survives_rounding(name, rounding):
+    coefficients = resolve_coefficients(name)
+    if name == "cans" and rounding > 1e-6:
+        with pytest.raises(ValueError, match="diverges"):
+            check_safe(coefficients, rounding)
+    else:
+        check_safe(coefficients, rounding)
+
+
 @pytest.mark.timeout(20)
 def test_long_lists_are_not_searched_for_ever():
     coefficients = resolve_coefficients("original", 99)

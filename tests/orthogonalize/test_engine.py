@@ -235,6 +235,7 @@ def test_any_random_matrix_is_mapped_as_in_float64(shape, seed, exponent, name, 
         (torch.ones(3, 3, dtype=torch.int32), "auto", "floating"),
         (torch.ones(3, 3).to(torch.float8_e4m3fn), "auto", "floating"),
         (torch.ones(3, 3), "quick", "known"),
+        (torch.ones(0, 3), "quick", "known"),
         (torch.ones(3, 3), "gram_quick", "known"),
         (torch.ones(3, 3), "gram_triton", "CUDA"),
         (torch.ones(3, 3), "newton_schulz_quack", "CUDA"),
@@ -245,12 +246,28 @@ def test_misuse_is_refused(x, backend, message):
         orthogonalize(x, coefficients=ORIGINAL, backend=backend)
 
 
-def test_gram_form_is_refused_where_no_restarts_are_safe_and_auto_avoids_it():
-    cans = resolve_coefficients("cans")
+def test_gram_form_is_refused_where_no_restarts_are_known_and_auto_avoids_it():
+    long = resolve_coefficients("original", 20)
     x = torch.randn(8, 32)
-    with pytest.raises(ValueError, match="no restarts"):
-        orthogonalize(x, coefficients=cans, dtype=torch.bfloat16, backend="gram")
-    assert choose_backend(x[None].bfloat16(), cans) == "newton_schulz"
+    with pytest.raises(ValueError, match="no known restarts"):
+        orthogonalize(x, coefficients=long, dtype=torch.bfloat16, backend="gram")
+    assert choose_backend(x[None].bfloat16(), long) == "newton_schulz"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_list_that_diverges_in_half_precision_is_refused_there(dtype):
+    # It peaks on the edge of its interval: rounding takes a singular value across, and away.
+    cans = resolve_coefficients("cans")
+    x = torch.randn(64, 256)
+    with pytest.raises(ValueError, match=r"diverges.*rounds.*wider dtype"):
+        orthogonalize(x, coefficients=cans, dtype=dtype)
+    assert orthogonalize(x, coefficients=cans).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.complex64, torch.bool, torch.float8_e5m2])
+def test_a_dtype_that_cannot_be_iterated_is_refused(dtype):
+    with pytest.raises(ValueError, match="floating-point"):
+        orthogonalize(torch.ones(3, 4), coefficients=ORIGINAL, dtype=dtype)
 
 
 @pytest.mark.parametrize(
@@ -261,7 +278,7 @@ def test_gram_form_is_refused_where_no_restarts_are_safe_and_auto_avoids_it():
         ("gram_triton", "cuda", torch.float64, "bfloat16"),
         ("newton_schulz_blocks", "cuda", torch.float32, "CPU"),
         ("newton_schulz_quack", "cuda", torch.float32, "bfloat16"),
-        ("newton_schulz_quack", "cuda", torch.bfloat16, "not installed"),
+        ("newton_schulz_quack", "cuda", torch.bfloat16, "cannot be imported"),
     ],
 )
 def test_a_backend_says_what_it_needs(backend, device, dtype, reason):
@@ -269,16 +286,23 @@ def test_a_backend_says_what_it_needs(backend, device, dtype, reason):
     assert (found is None) if reason is None else (reason in found)
 
 
-def test_a_package_that_fails_to_import_counts_as_not_installed(tmp_path, monkeypatch):
+@pytest.mark.parametrize("broken", ["__init__.py", "gemm_interface.py"])
+def test_a_package_that_fails_to_import_is_an_obstacle(broken, tmp_path, monkeypatch):
     (tmp_path / "quack").mkdir()
-    (tmp_path / "quack" / "__init__.py").write_text("raise RuntimeError('no driver')")
+    for name in ("__init__.py", "gemm_interface.py"):
+        code = "raise RuntimeError('no driver')" if name == broken else ""
+        (tmp_path / "quack" / name).write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    reason = obstacle("gram_quack", ORIGINAL, device=torch.device("cuda"), dtype=torch.bfloat16)
-    assert "not installed" in reason
+    backends.is_importable.cache_clear()
+    device = torch.device("cuda")
+    reason = obstacle("gram_quack", ORIGINAL, device=device, dtype=torch.bfloat16)
+    assert "cannot be imported" in reason
+    backends.is_importable.cache_clear()
+    sys.modules.pop("quack", None)
 
 
 def test_a_kernel_is_not_offered_to_an_older_gpu(monkeypatch):
-    monkeypatch.setattr(backends, "is_installed", lambda module: True)
+    monkeypatch.setattr(backends, "is_importable", lambda module: True)
     for capability, usable in [((8, 0), False), ((9, 0), True), ((10, 0), True)]:
         monkeypatch.setattr(
             torch.cuda, "get_device_capability", lambda device, found=capability: found

@@ -31,8 +31,8 @@ def tune(
 ) -> Table:
     """Time every backend that is right on each (batch, rows, columns), and return the fastest.
 
-    A backend that cannot run there, or whose result is off from float64, is left out. In torch's
-    deterministic mode nothing is timed and the table is empty.
+    A backend that cannot run there, or whose result is off from float64, is left out, and a shape
+    for which none remains. In torch's deterministic mode nothing is timed and the table is empty.
 
     Args:
         shapes: Batches of matrices; a tall shape is timed as its transpose.
@@ -46,19 +46,18 @@ def tune(
     """
     if torch.are_deterministic_algorithms_enabled():
         return Table()
+    coefficients = tuple(coefficients)
     choices: list[Choice] = []
     for batch, *sides in shapes:
         rows, columns = sorted(sides)
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(batch, rows, columns, generator=generator).to(device, dtype)
-        timed = [
-            Choice(
-                dtype_name(dtype), batch, rows, columns, len(coefficients), backend, split, median
-            )
-            for backend in BACKENDS
-            if obstacle(backend, coefficients, device=device, dtype=dtype) is None
-            for split, median in _times(x, backend, coefficients, repeats)
-        ]
+        timed: list[Choice] = []
+        for backend in BACKENDS:
+            if obstacle(backend, coefficients, device=device, dtype=dtype) is None:
+                for split, median in _times(x, backend, coefficients, repeats):
+                    key = (dtype_name(dtype), batch, rows, columns, len(coefficients))
+                    timed.append(Choice(*key, backend, split, median))
         choices += sorted(timed, key=lambda choice: choice.milliseconds)[:1]
     return Table(choices)
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from importlib.util import find_spec
+from functools import cache, partial
+from importlib import import_module
 
 import torch
 from torch import Tensor
@@ -30,12 +30,14 @@ def _load_quack() -> SymmetricProduct:
     return quack_product
 
 
-def is_installed(module: str) -> bool:
-    """Return whether a module could be imported, after importing the packages that hold it."""
+@cache
+def is_importable(module: str) -> bool:
+    """Return whether a module of another package can be imported, after importing it."""
     try:
-        return find_spec(module) is not None
-    except Exception:  # noqa: BLE001 - whatever another package raises when it is imported
+        import_module(module)
+    except Exception:  # noqa: BLE001 - whatever that package raises
         return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +64,8 @@ class _Product:
             return f"needs a {self.device_type.upper()} tensor, got one on {device}"
         if self.dtypes is not None and dtype not in self.dtypes:
             return f"takes {' or '.join(sorted(map(str, self.dtypes)))}, got {dtype}"
-        if self.module is not None and not is_installed(self.module):
-            return f"needs {self.module}, which is not installed"
+        if self.module is not None and not is_importable(self.module):
+            return f"needs {self.module}, which cannot be imported"
         if self.capability is not None:
             found = torch.cuda.get_device_capability(device)
             if found < self.capability:
@@ -99,7 +101,7 @@ def obstacle(
     """
     form, product = _split_name(backend)
     if form == "gram" and safe_restarts(coefficients, half=dtype in HALF) is None:
-        return f"has no restarts that make it safe in {dtype} for coefficients {coefficients}"
+        return f"has no known restarts that make it safe in {dtype} for {coefficients}"
     return product.obstacle(device, dtype)
 
 

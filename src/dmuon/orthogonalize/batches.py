@@ -43,7 +43,7 @@ def orthogonalize_all(
     Raises:
         ValueError: As in `orthogonalize`; or an entry is no matrix.
     """
-    table = table or Table()
+    table, coefficients = table or Table(), tuple(coefficients)
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
     for index, matrix in enumerate(matrices):
         if matrix.ndim != 2:

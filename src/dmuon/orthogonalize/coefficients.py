@@ -143,7 +143,7 @@ def format_registry() -> str:
 def resolve_coefficients(
     spec: str | Triple | Sequence[Triple], steps: int | None = None
 ) -> Coefficients:
-    """Return one `(a, b, c)` per step, checked to be safe on every input.
+    """Return one `(a, b, c)` per step, checked to be safe on every input in exact arithmetic.
 
     Args:
         spec: A name in `REGISTRY`; one `(a, b, c)`, repeated (`ns_coefficients` of
@@ -192,18 +192,25 @@ def _check_triples(items: Sequence[object]) -> Coefficients:
 
 
 @lru_cache
-def check_safe(coefficients: Coefficients) -> None:
+def check_safe(coefficients: Coefficients, rounding: float = 0.0) -> None:
     """Raise a ValueError if the list maps a value in (0, 1] to something negative or far above 1.
 
     Such a list would move part of the weights uphill, or blow up.
+
+    Args:
+        coefficients: One `(a, b, c)` per step.
+        rounding: Relative error that makes the input of every step too large, such as half the
+            machine epsilon of the dtype in which the matrices are iterated.
     """
+    enlarged = tuple(deflate(triple, 1 / (1 + rounding)) for triple in coefficients)
     grid = [i / 2000 for i in range(1, 2001)] + [10 ** (-i / 20) for i in range(60, 160)]
     for sigma in grid:
-        value = evaluate(sigma, coefficients)
+        value = evaluate(sigma, enlarged)
         if not 0 < value <= LARGEST_SAFE_OUTPUT:
             what = "flips the sign of" if value <= 0 else "diverges on"
+            where = f" when every step rounds by {rounding:.1g}" if rounding else ""
             raise ValueError(
                 f"ns_coefficients {coefficients} {what} a singular value of {sigma:.4g} times the "
-                f"Frobenius norm (mapped to {value:.4g}); use a list that maps (0, 1] into "
-                f"(0, {LARGEST_SAFE_OUTPUT:g}]"
+                f"Frobenius norm{where} (mapped to {value:.4g}); use a list that maps (0, 1] into "
+                f"(0, {LARGEST_SAFE_OUTPUT:g}]{', or a wider dtype' if rounding else ''}"
             )

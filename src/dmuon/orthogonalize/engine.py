@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from dmuon.orthogonalize.backends import DTYPES, HALF, iteration
+from dmuon.orthogonalize.backends import BACKENDS, DTYPES, HALF, iteration
+from dmuon.orthogonalize.coefficients import check_safe
 from dmuon.orthogonalize.normalize import normalize, precondition
 from dmuon.orthogonalize.quintic import Coefficients
 from dmuon.orthogonalize.restarts import safe_restarts
@@ -47,25 +48,31 @@ def orthogonalize(
         A new tensor with the shape and dtype of `x`.
 
     Raises:
-        ValueError: `x` has fewer than 2 dims or is not real floating point; `backend` is unknown,
-            cannot run on `x`, or is a Gram form without safe restarts for `coefficients`.
+        ValueError: `x` has fewer than 2 dims, or it or `dtype` is not real floating point;
+            `coefficients` diverge in that precision; `backend` is unknown, cannot run on `x`, or is
+            a Gram form without safe restarts for `coefficients`.
     """
-    if x.ndim < 2 or x.dtype not in DTYPES:
+    dtype = dtype or x.dtype
+    if x.ndim < 2 or not {x.dtype, dtype} <= DTYPES:
         raise ValueError(
             f"orthogonalize needs real floating-point matrices, (..., M, N); got {x.dtype} of "
-            f"shape {tuple(x.shape)}"
+            f"shape {tuple(x.shape)}, to be iterated in {dtype}"
         )
+    if backend not in {"auto", *BACKENDS}:
+        raise ValueError(f"unknown backend {backend!r}; known: {('auto', *BACKENDS)}")
+    coefficients = tuple(coefficients)
+    if not torch.compiler.is_compiling():
+        check_safe(coefficients, rounding=torch.finfo(dtype).eps / 2)
     if x.numel() == 0:
         return torch.empty_like(x)
     x_BMN = x.detach().reshape(-1, *x.shape[-2:])
     tall = x.shape[-2] > x.shape[-1]
     if tall:
         x_BMN = x_BMN.mT
-    coefficients = tuple(coefficients)
     y_BMN = normalize(x_BMN, eps=eps)
     if aol:
         y_BMN = precondition(y_BMN)
-    y_BMN = y_BMN.to(dtype or x.dtype)
+    y_BMN = y_BMN.to(dtype)
     if backend == "auto":
         backend = choose_backend(y_BMN, coefficients)
     iterate = iteration(backend, y_BMN, coefficients)

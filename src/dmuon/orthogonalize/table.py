@@ -6,11 +6,12 @@ In torch's deterministic mode a table answers as if it were empty.
 """
 
 import contextlib
+import hashlib
 import json
 import math
 import os
 import platform
-import tempfile
+import threading
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch
 from dmuon.orthogonalize.backends import BACKENDS
 
 CACHE_VERSION = 2
+LARGEST_SIZE = 2**31 - 1
 
 Shape = tuple[int, int]
 
@@ -66,6 +68,7 @@ class Table:
         """Keep the last of several choices for the same."""
         by_key = {choice.key: choice for choice in choices}
         self.choices = [by_key[key] for key in sorted(by_key)]
+        self.digest = hashlib.sha256(repr(self.choices).encode()).hexdigest()[:8]
         self._by_shape: dict[tuple[str, Shape], list[Choice]] = {}
         for choice in self.choices:
             key = (choice.dtype, (choice.rows, choice.columns))
@@ -142,13 +145,15 @@ def _read(row: object) -> Choice | None:
     types = {field.name: field.type for field in fields(Choice)}
     if not isinstance(row, dict) or row.keys() != types.keys():
         return None
+    if type(row["milliseconds"]) is int and row["milliseconds"] <= LARGEST_SIZE:
+        row = {**row, "milliseconds": float(row["milliseconds"])}
     if any(type(value) is not types[name] for name, value in row.items()):
         return None
     choice = Choice(**row)
-    sizes = (choice.batch, choice.rows, choice.steps, choice.split)
+    sizes = (choice.batch, choice.rows, choice.columns, choice.steps, choice.split)
     usable = (
         choice.backend in BACKENDS
-        and min(sizes) > 0
+        and 0 < min(sizes) <= max(sizes) <= LARGEST_SIZE
         and choice.rows <= choice.columns
         and 0 < choice.milliseconds < math.inf
     )
@@ -178,17 +183,14 @@ def save(path: Path, table: Table) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     merged = Table([*load(path).choices, *table.choices])
     content = {"version": CACHE_VERSION, "choices": [asdict(choice) for choice in merged.choices]}
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-        try:
-            json.dump(content, file, indent=1)
-            file.close()
-            # Readable by other users, as a file that is simply written would be.
-            os.chmod(file.name, 0o644)
-            os.replace(file.name, path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.unlink(file.name)
-            raise
+    draft = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+    try:
+        draft.write_text(json.dumps(content, indent=1))
+        draft.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise
 
 
 def format_table(table: Table) -> str:
