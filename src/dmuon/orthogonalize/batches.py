@@ -60,8 +60,9 @@ def orthogonalize_all(
             for start in range(0, len(positions), capacity):
                 chunk = [members[i] for i in positions[start : start + capacity]]
                 stack = torch.zeros(len(chunk), rows, columns, dtype=kind, device=device)
-                for index, wide in zip(chunk, stack, strict=True):
-                    view_like(matrices[index].shape, wide).copy_(matrices[index].detach())
+                sources = [matrices[index].detach() for index in chunk]
+                views = [view_like(x.shape, wide) for x, wide in zip(sources, stack, strict=True)]
+                torch._foreach_copy_(views, sources)
                 stack = orthogonalize_tuned(
                     stack, table, coefficients=coefficients, eps=eps, dtype=dtype or kind
                 )

@@ -69,14 +69,14 @@ def orthogonalize(
     tall = x.shape[-2] > x.shape[-1]
     if tall:
         x_BMN = x_BMN.mT
-    y_BMN = normalize(x_BMN, eps=eps)
-    if aol:
-        y_BMN = precondition(y_BMN)
-    y_BMN = y_BMN.to(dtype)
-    if backend == "auto":
-        backend = choose_backend(y_BMN, coefficients)
-    iterate = iteration(backend, y_BMN, coefficients)
-    parts = [iterate(part_BMN) for part_BMN in _cached_parts(y_BMN)]
+    parts = []
+    for part_BMN in _cached_parts(x_BMN, dtype):
+        y_BMN = normalize(part_BMN, eps=eps)
+        if aol:
+            y_BMN = precondition(y_BMN)
+        y_BMN = y_BMN.to(dtype)
+        name = choose_backend(y_BMN, coefficients) if backend == "auto" else backend
+        parts.append(iteration(name, y_BMN, coefficients)(y_BMN))
     y_BMN = parts[0] if len(parts) == 1 else torch.cat(parts)
     if tall:
         y_BMN = y_BMN.mT
@@ -98,11 +98,12 @@ def choose_backend(x_BMN: Tensor, coefficients: Coefficients) -> str:
     return form + "_blocks" if size - diagonal_side(size) >= SMALLEST_HALVED else form
 
 
-def _cached_parts(x_BMN: Tensor) -> tuple[Tensor, ...]:
-    """Split a batch on CPU into what the caches hold, or single matrices."""
+def _cached_parts(x_BMN: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Split a batch on CPU into what the caches hold in `dtype`, or single matrices."""
     if x_BMN.device.type != "cpu" or torch.compiler.is_compiling():
         return (x_BMN,)
     size, length = x_BMN.shape[-2:]
     # The matrix and its successor, the Gram matrix and the update.
-    matrix_bytes = 2 * size * (length + size) * x_BMN.itemsize
-    return torch.split(x_BMN, max(1, CACHE_BYTES // matrix_bytes))
+    matrix_bytes = 2 * size * (length + size) * dtype.itemsize
+    parts: tuple[Tensor, ...] = torch.split(x_BMN, max(1, CACHE_BYTES // matrix_bytes))
+    return parts

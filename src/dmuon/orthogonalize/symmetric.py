@@ -65,20 +65,25 @@ def block_product(
     have one shape, so they share a batched GEMM; what is left are the blocks on the diagonal.
     """
     batch, size, depth = left_BMK.shape
-    result_BMM = left_BMK.new_empty(batch, size, size)
     columns_BMK = right_BKM.mT
+    result_BMM = left_BMK.new_empty(batch, size, size)
     side = size
     while side > diagonal_side(size):
         side //= 2
-        lower = left_BMK.view(batch, -1, 2, side, depth)[:, :, 1].flatten(0, 1)
-        upper = columns_BMK.view(batch, -1, 2, side, depth)[:, :, 0].flatten(0, 1)
-        blocks = torch.bmm(lower, upper.mT).unflatten(0, (batch, -1))
-        _square_blocks(result_BMM, side, step=2, row=1).copy_(blocks)
-        _square_blocks(result_BMM, side, step=2, column=1).copy_(blocks.mT)
-    rows = left_BMK.view(batch, -1, side, depth).flatten(0, 1)
-    columns = columns_BMK.view(batch, -1, side, depth).flatten(0, 1)
-    blocks = torch.bmm(rows, columns.mT).unflatten(0, (batch, -1))
-    _square_blocks(result_BMM, side, step=1).copy_(blocks)
+        pairs = size // (2 * side)
+        lower = left_BMK.view(batch, pairs, 2, side, depth)[:, :, 1].flatten(0, 1)
+        upper = columns_BMK.view(batch, pairs, 2, side, depth)[:, :, 0].flatten(0, 1)
+        blocks = torch.bmm(lower, upper.mT).view(batch, pairs, side, side)
+        below, above = _blocks(result_BMM, side, pairs)
+        below.copy_(blocks)
+        above.copy_(blocks)
+    number = size // side
+    rows = left_BMK.view(batch, number, side, depth).flatten(0, 1)
+    columns = columns_BMK.view(batch, number, side, depth).flatten(0, 1)
+    blocks = torch.bmm(rows, columns.mT).view(batch, number, side, side)
+    result_BMM.view(batch, number, side, number, side).diagonal(dim1=1, dim2=3).copy_(
+        blocks.permute(0, 2, 3, 1)
+    )
     if alpha != 1:
         result_BMM.mul_(alpha)
     if add_BMM is not None:
@@ -95,11 +100,13 @@ def diagonal_side(size: int) -> int:
     return size
 
 
-def _square_blocks(x_BMM: Tensor, side: int, *, step: int, row: int = 0, column: int = 0) -> Tensor:
-    """View of every `step`-th block from (`row`, `column`) down the diagonal: (B, number, M, M)."""
+def _blocks(x_BMM: Tensor, side: int, pairs: int) -> tuple[Tensor, Tensor]:
+    """View the blocks below the diagonal, one in each pair of blocks, and their mirror images.
+
+    Both are (B, pairs, side, side); the images are transposed back.
+    """
     batch, size, _ = x_BMM.shape
-    return x_BMM.as_strided(
-        (batch, size // (step * side), side, side),
-        (size * size, step * side * (size + 1), size, 1),
-        side * (row * size + column),
-    )
+    shape, apart = (batch, pairs, side, side), 2 * side * (size + 1)
+    below = x_BMM.as_strided(shape, (size * size, apart, size, 1), side * size)
+    above = x_BMM.as_strided(shape, (size * size, apart, 1, size), side)
+    return below, above

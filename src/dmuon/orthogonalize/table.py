@@ -62,7 +62,12 @@ class Choice:
 
 
 class Table:
-    """Choices for any number of shapes, dtypes, batch sizes and numbers of steps."""
+    """Choices for any number of shapes, dtypes, batch sizes and numbers of steps.
+
+    Attributes:
+        choices: All of them, ordered by what they are for.
+        digest: Short hash of them, by which ranks compare their tables.
+    """
 
     def __init__(self, choices: Iterable[Choice] = ()) -> None:
         """Keep the last of several choices for the same."""
