@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dmuon.orthogonalize import Coefficients, resolve_coefficients
-from dmuon.orthogonalize.coefficients import check_safe
+from dmuon.orthogonalize.engine import check_precision
 from dmuon.routing import resolve_split
 from dmuon.update import lr_scale
 
@@ -115,17 +115,17 @@ def _check_orthogonalization(values: Mapping[str, Any], where: str) -> None:
     with _at(where):
         triples = resolve_coefficients(coefficients, steps)
     if dtype is not None:
-        check_precision(where, triples, dtype)
+        check_ns_dtype(dtype, triples, where)
 
 
-def check_precision(where: str, coefficients: Coefficients, dtype: torch.dtype) -> None:
+def check_ns_dtype(dtype: torch.dtype, coefficients: Coefficients, where: str) -> None:
     """Check that a coefficient list can be iterated in a dtype.
 
     Raises:
         ValueError: It would diverge; says where.
     """
     with _at(f"{where}: ns_dtype {dtype}"):
-        check_safe(coefficients, rounding=torch.finfo(dtype).eps / 2)
+        check_precision(coefficients, dtype)
 
 
 @contextlib.contextmanager

@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dmuon.exchange import reduced_grad
-from dmuon.groups import check_precision
+from dmuon.groups import check_ns_dtype
 from dmuon.layout import Layout, local_part, read_layout, wire_device
 from dmuon.matrices import matrices_of
 from dmuon.orthogonalize import resolve_coefficients
-from dmuon.orthogonalize.table import Table
-from dmuon.pipeline import LocalShard, ns_dtype
+from dmuon.orthogonalize.table import Table, dtype_name
+from dmuon.pipeline import LocalShard
 from dmuon.plan import Bucket, Description, Domain, Itinerary, Plan, Request
 
 NamedParam = tuple[str, Tensor, dict[str, Any]]
@@ -80,11 +80,11 @@ class MuonParam:
 
     def requests(self, tuning: Table) -> Iterator[Request]:
         """Its matrices, as the planner takes them."""
-        dtype = ns_dtype(self.group, self.device)
+        dtype = _ns_dtype(self.group, self.device)
         # float16 would overflow on the way: a gradient is only normalized at its owner.
         wire = torch.bfloat16 if dtype == torch.float16 else dtype
         coefficients = resolve_coefficients(self.group["ns_coefficients"], self.group["ns_steps"])
-        check_precision(self.fqn, coefficients, dtype)
+        check_ns_dtype(dtype, coefficients, self.fqn)
         # Ranks must agree on the table: batches, owners and rounding follow it.
         method = _method(self.group) + (f", tuning {tuning.digest}" if tuning.choices else "")
         flatten, split = self.group["flatten"], self.group["split"]
@@ -94,8 +94,8 @@ class MuonParam:
                     matrix,
                     self.source,
                     self.target,
-                    wire_dtype=str(wire).removeprefix("torch."),
-                    ns_dtype=str(dtype).removeprefix("torch."),
+                    wire_dtype=dtype_name(wire),
+                    ns_dtype=dtype_name(dtype),
                     device_type=self.device.type,
                     method=method,
                     steps=len(coefficients),
@@ -303,6 +303,14 @@ def first_nonfinite(params: Iterable[MuonParam | AdamWParam]) -> str | None:
         finite = zip(grads, largest.isfinite().tolist(), strict=True)
         found += [i for i, ok in finite if not ok]
     return names[min(found)] if found else None
+
+
+def _ns_dtype(group: Mapping[str, Any], device: torch.device) -> torch.dtype:
+    """The group's `ns_dtype`; by default float32 on CPU and bfloat16 elsewhere."""
+    dtype = group["ns_dtype"]
+    if dtype is not None:
+        return dtype  # type: ignore[no-any-return]
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
 def _method(group: Mapping[str, Any]) -> str:

@@ -102,7 +102,7 @@ def bucket_life(
     stacks = local.assemble(pieces, device, tuning)
     # Scratch is bounded by the bucket: no buffer outlives its stage.
     del inputs, sends, pieces, flight
-    results = local.orthogonalize(stacks, device, tuning)
+    results = local.orthogonalize(stacks, tuning)
     stats.ns_matrices += len(results)
 
     sends = [_cut(results[leg.position], leg.piece) for leg in scatter.sends]
@@ -165,19 +165,20 @@ class _LocalBucket:
         return found
 
     def orthogonalize(
-        self, stacks: list[tuple[list[int], Tensor]], device: torch.device, tuning: Table
+        self, stacks: list[tuple[list[int], Tensor]], tuning: Table
     ) -> dict[int, Tensor]:
         """Orthogonalize the stacks, taking each from the list; the matrices, by position."""
         results: dict[int, Tensor] = {}
         while stacks:
             positions, stack = stacks.pop(0)
             group = self.shard(positions[0]).group
+            request = self.assignment(positions[0]).request
             stack = orthogonalize_tuned(
                 stack,
                 tuning,
                 coefficients=resolve_coefficients(group["ns_coefficients"], group["ns_steps"]),
                 eps=group["eps"],
-                dtype=ns_dtype(group, device),
+                dtype=getattr(torch, request.ns_dtype),
             )
             results |= self._views(stack, positions)
         return results
@@ -210,14 +211,6 @@ class _LocalBucket:
             i: view_like(self.assignment(i).request.matrix.shape, wide)
             for i, wide in zip(positions, stack.unbind(), strict=True)
         }
-
-
-def ns_dtype(group: Mapping[str, Any], device: torch.device) -> torch.dtype:
-    """The group's `ns_dtype`; by default float32 on CPU and bfloat16 elsewhere."""
-    dtype = group["ns_dtype"]
-    if dtype is not None:
-        return dtype  # type: ignore[no-any-return]
-    return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
 def _spans(runs: Runs) -> Iterator[tuple[slice, slice]]:

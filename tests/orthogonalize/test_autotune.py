@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 import torch
 
-from dmuon.orthogonalize import autotune, backends, resolve_coefficients
+from dmuon.orthogonalize import autotune, backends, batches, resolve_coefficients
 from dmuon.orthogonalize.backends import BACKENDS
 from dmuon.orthogonalize.symmetric import dense_product
 from dmuon.orthogonalize.table import format_table
@@ -31,13 +31,13 @@ def test_the_table_names_a_backend_that_runs_for_every_shape():
 
 
 def test_a_wrong_backend_is_never_chosen(monkeypatch):
-    right = autotune.orthogonalize
+    right = batches.orthogonalize
 
-    def wrong_if_gram(x, *, coefficients, backend):
-        result = right(x, coefficients=coefficients, backend=backend)
+    def wrong_if_gram(x, *, backend, **options):
+        result = right(x, backend=backend, **options)
         return result * 1.1 if backend.startswith("gram") else result
 
-    monkeypatch.setattr(autotune, "orthogonalize", wrong_if_gram)
+    monkeypatch.setattr(batches, "orthogonalize", wrong_if_gram)
     monkeypatch.setattr(autotune, "BACKENDS", ("gram", "newton_schulz"))
     monkeypatch.setattr(autotune, "_milliseconds", lambda *_: 1.0)
     assert {choice.backend for choice in tuned().choices} == {"newton_schulz"}
@@ -50,10 +50,8 @@ def test_a_backend_that_fails_is_left_out_with_a_warning(monkeypatch):
         raise AssertionError("needs another GPU")
 
     for name in ("_triton", "_quack"):
-        product = dataclasses.replace(backends._PRODUCTS[name], load=lambda: fails)
         # As if it ran here.
-        changes = {"device_type": None, "dtypes": None, "module": None, "capability": None}
-        monkeypatch.setitem(backends._PRODUCTS, name, dataclasses.replace(product, **changes))
+        monkeypatch.setitem(backends._PRODUCTS, name, backends._Product(lambda: fails))
     with pytest.warns(UserWarning, match="_(triton|quack) was left out.*needs another GPU"):
         table = tuned()
     assert {choice.backend for choice in table.choices} <= CPU_BACKENDS
@@ -66,13 +64,13 @@ def test_lists_and_tuples_of_coefficients_are_taken():
 @pytest.mark.parametrize("on_cpu", [True, False])
 def test_every_way_that_can_run_is_timed(on_cpu, monkeypatch):
     timed = []
-    right = autotune.orthogonalize
+    right = batches.orthogonalize
 
-    def recorded(x, *, coefficients, backend):
+    def recorded(x, *, backend, **options):
         timed.append((backend, len(x)))
-        return right(x, coefficients=coefficients, backend=backend)
+        return right(x, backend=backend, **options)
 
-    monkeypatch.setattr(autotune, "orthogonalize", recorded)
+    monkeypatch.setattr(batches, "orthogonalize", recorded)
     if not on_cpu:
         monkeypatch.setattr(autotune, "_SPLITS", {})
     tuned([(5, 8, 16)])
@@ -87,11 +85,12 @@ def test_a_form_without_safe_restarts_is_not_timed():
 
 
 def test_an_optional_backend_is_chosen_where_it_is_installed_and_faster(monkeypatch):
-    changes = {"device_type": None, "module": "torch", "capability": None, "load": fast_product}
-    quack = dataclasses.replace(backends._PRODUCTS["_quack"], **changes)
+    quack = backends._Product(lambda: dense_product, module="torch")
     monkeypatch.setitem(backends._PRODUCTS, "_quack", quack)
     monkeypatch.setattr(
-        autotune, "_milliseconds", lambda _, backend, *__: 1.0 if "quack" in backend else 2.0
+        autotune,
+        "_milliseconds",
+        lambda run, *_: 1.0 if "quack" in run.keywords["backend"] else 2.0,
     )
     (choice,) = tuned([(2, 8, 64)], dtype=torch.float16).choices
     assert choice.backend.endswith("_quack")
@@ -100,10 +99,6 @@ def test_an_optional_backend_is_chosen_where_it_is_installed_and_faster(monkeypa
     )
     (choice,) = tuned([(2, 8, 64)], dtype=torch.float16).choices
     assert not choice.backend.endswith("_quack")
-
-
-def fast_product():
-    return dense_product
 
 
 def test_deterministic_mode_tunes_nothing():

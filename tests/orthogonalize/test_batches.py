@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,6 +10,19 @@ from dmuon.orthogonalize.batches import padded_shapes
 from dmuon.orthogonalize.table import Choice, Table
 
 ORIGINAL = resolve_coefficients("original")
+
+
+@pytest.fixture
+def stacked(monkeypatch):
+    """Shapes of the stacks that are orthogonalized."""
+    shapes = []
+
+    def recorded(stack, **options):
+        shapes.append(tuple(stack.shape))
+        return orthogonalize(stack, **options)
+
+    monkeypatch.setattr(batches, "orthogonalize", recorded)
+    return shapes
 
 
 def matrices():
@@ -29,18 +44,11 @@ def test_r69_batched_result_equals_a_loop():
 
 
 @pytest.mark.parametrize(("limit", "calls"), [(1, 6), (4 * 4 * 6 * 2, 3), (2**20, 1)])
-def test_stacks_are_bounded_and_hold_transposed_shapes(limit, calls, monkeypatch):
-    sizes = []
-
-    def counted(stack, **options):
-        sizes.append(stack.numel() * 4)
-        return orthogonalize(stack, **options)
-
-    monkeypatch.setattr(batches, "orthogonalize", counted)
+def test_stacks_are_bounded_and_hold_transposed_shapes(limit, calls, stacked):
     inputs = [torch.randn(4, 6), torch.randn(6, 4)] * 3
     orthogonalize_all(inputs, coefficients=ORIGINAL, max_batch_bytes=limit)
-    assert len(sizes) == calls
-    assert max(sizes) <= max(limit, 4 * 4 * 6)
+    assert len(stacked) == calls
+    assert max(4 * math.prod(shape) for shape in stacked) <= max(limit, 4 * 4 * 6)
 
 
 def test_no_matrices_give_no_results():
@@ -120,40 +128,26 @@ def test_padding_is_bounded_and_holds_every_matrix(counts, data):
 @pytest.mark.parametrize(
     ("limit", "stacks"), [(2**20, [(5, 8, 12)]), (3 * 8 * 12 * 4, [(3, 8, 12), (2, 8, 12)])]
 )
-def test_padded_matrices_give_the_same_result_in_bounded_stacks(limit, stacks, monkeypatch):
+def test_padded_matrices_give_the_same_result_in_bounded_stacks(limit, stacks, stacked):
     generator = torch.Generator().manual_seed(1)
     shapes = [(6, 9), (9, 6), (9, 7), (8, 12), (12, 8)]
     inputs = [torch.randn(shape, generator=generator) for shape in shapes]
     inputs[2].zero_()
     expected = [orthogonalize(x, coefficients=ORIGINAL) for x in inputs]
-    sizes = []
-
-    def counted(stack, **options):
-        sizes.append(tuple(stack.shape))
-        return orthogonalize(stack, **options)
-
-    monkeypatch.setattr(batches, "orthogonalize", counted)
     found = orthogonalize_all(
         inputs, coefficients=ORIGINAL, table=LAUNCH_BOUND, max_batch_bytes=limit
     )
-    assert sizes == stacks
+    assert stacked == stacks
     for x, y, z in zip(inputs, found, expected, strict=True):
         assert y.shape == x.shape
         torch.testing.assert_close(y, z, atol=1e-5, rtol=0)
 
 
-def test_the_bound_counts_the_dtype_of_the_iteration(monkeypatch):
-    sizes = []
-
-    def counted(stack, **options):
-        sizes.append(len(stack))
-        return orthogonalize(stack, **options)
-
-    monkeypatch.setattr(batches, "orthogonalize", counted)
+def test_the_bound_counts_the_dtype_of_the_iteration(stacked):
     inputs = [torch.randn(4, 6).bfloat16() for _ in range(6)]
     limit = 2 * 4 * 6 * 8
     orthogonalize_all(inputs, coefficients=ORIGINAL, dtype=torch.float64, max_batch_bytes=limit)
-    assert sizes == [2, 2, 2]
+    assert [shape[0] for shape in stacked] == [2, 2, 2]
 
 
 def test_parameters_are_taken_and_what_is_no_matrix_is_refused():

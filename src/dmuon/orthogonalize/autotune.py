@@ -3,13 +3,14 @@
 import statistics
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from dmuon.orthogonalize.backends import BACKENDS, obstacle
-from dmuon.orthogonalize.engine import orthogonalize
+from dmuon.orthogonalize.batches import orthogonalize_parts
 from dmuon.orthogonalize.quintic import Coefficients
 from dmuon.orthogonalize.reference import reference_newton_schulz
 from dmuon.orthogonalize.table import Choice, Table, dtype_name
@@ -68,21 +69,13 @@ def _times(
     """Yield the batch splits at which a backend is right, and its median milliseconds."""
     splits = _SPLITS.get(x.device.type, (*_OTHER_SPLITS, len(x)))
     for split in sorted({min(split, len(x)) for split in splits}):
+        run = partial(orthogonalize_parts, x, split, coefficients=coefficients, backend=backend)
         try:
-            if _is_right(_run(x, backend, split, coefficients), x, coefficients):
-                yield split, _milliseconds(x, backend, split, coefficients, repeats)
+            if _is_right(run(), x, coefficients):
+                yield split, _milliseconds(run, x.device, repeats)
         except Exception as error:  # noqa: BLE001 - another package's kernel may fail in any way
             warnings.warn(f"{backend} was left out: {error!r}", stacklevel=3)
             return
-
-
-def _run(x: Tensor, backend: str, split: int, coefficients: Coefficients) -> Tensor:
-    """Run a backend on `split` parts of a batch in turn."""
-    parts = [
-        orthogonalize(part, coefficients=coefficients, backend=backend)
-        for part in x.tensor_split(split)
-    ]
-    return parts[0] if split == 1 else torch.cat(parts)
 
 
 def _is_right(found: Tensor, x: Tensor, coefficients: Coefficients) -> bool:
@@ -95,20 +88,18 @@ def _is_right(found: Tensor, x: Tensor, coefficients: Coefficients) -> bool:
     return True
 
 
-def _milliseconds(
-    x: Tensor, backend: str, split: int, coefficients: Coefficients, repeats: int
-) -> float:
-    """Return the median time of a run that has run once before."""
+def _milliseconds(run: Callable[[], Tensor], device: torch.device, repeats: int) -> float:
+    """Return the median time of `run`, which has run once before."""
     times = []
     for _ in range(repeats):
-        _synchronize(x)
+        _synchronize(device)
         start = time.perf_counter()
-        _run(x, backend, split, coefficients)
-        _synchronize(x)
+        run()
+        _synchronize(device)
         times.append((time.perf_counter() - start) * 1e3)
     return statistics.median(times)
 
 
-def _synchronize(x: Tensor) -> None:
-    if x.device.type == "cuda":
-        torch.cuda.synchronize(x.device)
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

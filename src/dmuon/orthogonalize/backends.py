@@ -99,7 +99,7 @@ def obstacle(
     Raises:
         ValueError: The backend is unknown.
     """
-    form, product = _split_name(backend)
+    form, product = split_name(backend)
     if form == "gram" and safe_restarts(coefficients, half=dtype in HALF) is None:
         return f"has no known restarts that make it safe in {dtype} for {coefficients}"
     return product.obstacle(device, dtype)
@@ -114,7 +114,7 @@ def iteration(backend: str, x: Tensor, coefficients: Coefficients) -> Callable[[
     reason = obstacle(backend, coefficients, device=x.device, dtype=x.dtype)
     if reason is not None:
         raise ValueError(f"backend {backend!r} {reason}; use another one or 'auto'")
-    form, product = _split_name(backend)
+    form, product = split_name(backend)
     if form == "newton_schulz":
         return partial(newton_schulz, coefficients=coefficients, product=product.load())
     return partial(
@@ -125,8 +125,12 @@ def iteration(backend: str, x: Tensor, coefficients: Coefficients) -> Callable[[
     )
 
 
-def _split_name(backend: str) -> tuple[str, _Product]:
-    """Return the form and the product that the name of a backend is made of."""
+def split_name(backend: str) -> tuple[str, _Product]:
+    """Return the form and the product that the name of a backend is made of.
+
+    Raises:
+        ValueError: The backend is unknown.
+    """
     if backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r}; known: {('auto', *BACKENDS)}")
     form = next(form for form in _FORMS if backend.startswith(form))

@@ -91,9 +91,24 @@ def orthogonalize_tuned(
     choice = table.find(dtype, len(coefficients), batch, (rows, columns))
     if choice is None or obstacle(choice.backend, coefficients, device=x.device, dtype=dtype):
         return orthogonalize(x, coefficients=coefficients, eps=eps, dtype=dtype)
+    return orthogonalize_parts(
+        x, choice.split, coefficients=coefficients, eps=eps, dtype=dtype, backend=choice.backend
+    )
+
+
+def orthogonalize_parts(
+    x: Tensor,
+    split: int,
+    *,
+    coefficients: Coefficients,
+    backend: str,
+    eps: float = 1e-7,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return `orthogonalize(x)` of a batch (B, M, N), in `split` parts one after the other."""
     parts = [
-        orthogonalize(part, coefficients=coefficients, eps=eps, dtype=dtype, backend=choice.backend)
-        for part in x.tensor_split(min(choice.split, batch))
+        orthogonalize(part, coefficients=coefficients, eps=eps, dtype=dtype, backend=backend)
+        for part in x.tensor_split(min(split, len(x)))
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from dmuon.orthogonalize.backends import BACKENDS, DTYPES, HALF, iteration
+from dmuon.orthogonalize.backends import DTYPES, HALF, iteration, split_name
 from dmuon.orthogonalize.coefficients import check_safe
 from dmuon.orthogonalize.normalize import normalize, precondition
 from dmuon.orthogonalize.quintic import Coefficients
@@ -58,11 +58,11 @@ def orthogonalize(
             f"orthogonalize needs real floating-point matrices, (..., M, N); got {x.dtype} of "
             f"shape {tuple(x.shape)}, to be iterated in {dtype}"
         )
-    if backend not in {"auto", *BACKENDS}:
-        raise ValueError(f"unknown backend {backend!r}; known: {('auto', *BACKENDS)}")
+    if backend != "auto":
+        split_name(backend)
     coefficients = tuple(coefficients)
     if not torch.compiler.is_compiling():
-        check_safe(coefficients, rounding=torch.finfo(dtype).eps / 2)
+        check_precision(coefficients, dtype)
     if x.numel() == 0:
         return torch.empty_like(x)
     x_BMN = x.detach().reshape(-1, *x.shape[-2:])
@@ -81,6 +81,11 @@ def orthogonalize(
     if tall:
         y_BMN = y_BMN.mT
     return y_BMN.reshape(x.shape).to(x.dtype)
+
+
+def check_precision(coefficients: Coefficients, dtype: torch.dtype) -> None:
+    """Raise a ValueError if a list diverges once every step rounds as `dtype` does."""
+    check_safe(coefficients, rounding=torch.finfo(dtype).eps / 2)
 
 
 def choose_backend(x_BMN: Tensor, coefficients: Coefficients) -> str:

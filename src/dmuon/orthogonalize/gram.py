@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dmuon.orthogonalize.quintic import Coefficients
-from dmuon.orthogonalize.symmetric import SymmetricProduct, dense_product
+from dmuon.orthogonalize.symmetric import SymmetricProduct, add_identity_, dense_product
 
 
 def gram_newton_schulz(
@@ -46,8 +46,7 @@ def _segment_factor(r_BMM: Tensor, segment: Coefficients, product: SymmetricProd
     if not rest:
         return product(r_BMM, r_BMM, r_BMM, alpha=c, beta=b, gamma=a)
     z_BMM = product(r_BMM, r_BMM, r_BMM, alpha=c, beta=b)
-    q_BMM = z_BMM.clone()
-    q_BMM.diagonal(dim1=-2, dim2=-1).add_(a)
+    q_BMM = add_identity_(z_BMM.clone(), a)
     for next_a, b, c in rest:
         half_BMM = product(r_BMM, z_BMM, r_BMM, beta=a)
         r_BMM = product(half_BMM, z_BMM, half_BMM, beta=a)

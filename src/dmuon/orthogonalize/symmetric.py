@@ -45,9 +45,7 @@ def dense_product(
         result_BMM = torch.bmm(left_BMK, right_BKM)
         if alpha != 1:
             result_BMM.mul_(alpha)
-    if gamma != 0:
-        result_BMM.diagonal(dim1=-2, dim2=-1).add_(gamma)
-    return result_BMM
+    return add_identity_(result_BMM, gamma)
 
 
 def block_product(
@@ -67,8 +65,8 @@ def block_product(
     batch, size, depth = left_BMK.shape
     columns_BMK = right_BKM.mT
     result_BMM = left_BMK.new_empty(batch, size, size)
-    side = size
-    while side > diagonal_side(size):
+    side, smallest = size, diagonal_side(size)
+    while side > smallest:
         side //= 2
         pairs = size // (2 * side)
         lower = left_BMK.view(batch, pairs, 2, side, depth)[:, :, 1].flatten(0, 1)
@@ -88,9 +86,14 @@ def block_product(
         result_BMM.mul_(alpha)
     if add_BMM is not None:
         result_BMM.add_(add_BMM, alpha=beta)
+    return add_identity_(result_BMM, gamma)
+
+
+def add_identity_(x_BMM: Tensor, gamma: float) -> Tensor:
+    """Add `gamma * I` to each matrix, in place."""
     if gamma != 0:
-        result_BMM.diagonal(dim1=-2, dim2=-1).add_(gamma)
-    return result_BMM
+        x_BMM.diagonal(dim1=-2, dim2=-1).add_(gamma)
+    return x_BMM
 
 
 def diagonal_side(size: int) -> int:

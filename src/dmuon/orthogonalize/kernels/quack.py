@@ -6,7 +6,7 @@
 from quack.gemm_interface import gemm_symmetric
 from torch import Tensor
 
-from dmuon.orthogonalize.symmetric import dense_product
+from dmuon.orthogonalize.symmetric import add_identity_, dense_product
 
 # Its loads are 16 bytes wide: eight numbers of half precision.
 _ALIGNMENT = 8
@@ -29,6 +29,4 @@ def quack_product(
     if size % _ALIGNMENT or depth % _ALIGNMENT:
         return dense_product(left_BMK, right_BKM, add_BMM, alpha=alpha, beta=beta, gamma=gamma)
     result_BMM = gemm_symmetric(left_BMK, right_BKM, C=add_BMM, alpha=alpha, beta=beta)
-    if gamma != 0:
-        result_BMM.diagonal(dim1=-2, dim2=-1).add_(gamma)
-    return result_BMM
+    return add_identity_(result_BMM, gamma)
