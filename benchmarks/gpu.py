@@ -17,11 +17,11 @@ from functools import partial
 import torch
 from torch.optim._muon import _zeropower_via_newtonschulz
 
-from dmuon.orthogonalize import orthogonalize, resolve_coefficients
-from dmuon.orthogonalize.backends import BACKENDS, is_importable, obstacle
-from dmuon.orthogonalize.kernels.symmetric import triton_product
-from dmuon.orthogonalize.reference import reference_newton_schulz
-from dmuon.orthogonalize.restarts import safe_restarts
+from dmuon.newton_schulz import orthogonalize, resolve_coefficients
+from dmuon.newton_schulz.backends import BACKENDS, is_importable, obstacle
+from dmuon.newton_schulz.kernels.symmetric import triton_product
+from dmuon.newton_schulz.reference import reference_newton_schulz
+from dmuon.newton_schulz.restarts import safe_restarts
 
 ORIGINAL = resolve_coefficients("original")
 # (rows, columns) of one layer, without embeddings; how many of them.
@@ -31,7 +31,7 @@ SHAPES = {
 }
 PRODUCTS = [triton_product]
 if is_importable("quack.gemm_interface"):
-    from dmuon.orthogonalize.kernels.quack import quack_product
+    from dmuon.newton_schulz.kernels.quack import quack_product
 
     PRODUCTS.append(quack_product)
 

@@ -16,9 +16,10 @@ import time
 
 import torch
 
-from dmuon.orthogonalize import orthogonalize, orthogonalize_all, resolve_coefficients
-from dmuon.orthogonalize.engine import GRAM_ASPECT, choose_backend
-from dmuon.orthogonalize.symmetric import diagonal_side
+from dmuon.newton_schulz import orthogonalize, resolve_coefficients
+from dmuon.newton_schulz.engine import GRAM_ASPECT, choose_backend
+from dmuon.newton_schulz.symmetric import diagonal_side
+from dmuon.tuning.batches import orthogonalize_all
 
 ORIGINAL = resolve_coefficients("original")
 # matrices, rows, columns, speedup to reach

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 
 # The ranks of a pool share the cores with this process.
 torch.set_num_threads(1)

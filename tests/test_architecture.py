@@ -65,7 +65,7 @@ def test_only_the_exchange_and_clipping_talk_to_other_ranks(path):
 
 
 @pytest.mark.parametrize(
-    "path", sorted((PACKAGE / "orthogonalize").rglob("*.py")), ids=lambda p: p.name
+    "path", sorted((PACKAGE / "newton_schulz").rglob("*.py")), ids=lambda p: p.name
 )
 def test_orthogonalize_knows_nothing_of_ranks(path):
     names = [full_name for _, full_name in imported_names(ast.parse(path.read_text()))]

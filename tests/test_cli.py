@@ -7,8 +7,9 @@ from typer.testing import CliRunner
 
 import dmuon
 from dmuon.cli import main
-from dmuon.orthogonalize import autotune, batches, resolve_coefficients
-from dmuon.orthogonalize.table import CACHE_VERSION, Choice, Table
+from dmuon.newton_schulz import resolve_coefficients
+from dmuon.tuning import autotune, batches
+from dmuon.tuning.table import CACHE_VERSION, Choice, Table
 
 ORIGINAL = resolve_coefficients("original", 5)
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import dmuon
-from dmuon.update import ADJUST_LR_FNS
+from dmuon.algorithms.update import ADJUST_LR_FNS
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "golden_updates.json").read_text())
 LR = 0.02

@@ -14,9 +14,9 @@ except ModuleNotFoundError as error:
         f"the dmuon command needs {error.name}; in a checkout: pip install '.[cli]'"
     ) from None
 
-from dmuon.orthogonalize import resolve_coefficients
-from dmuon.orthogonalize.autotune import tune as tune_shapes
-from dmuon.orthogonalize.table import cache_path, format_table, load, save
+from dmuon.newton_schulz import resolve_coefficients
+from dmuon.tuning.autotune import tune as tune_shapes
+from dmuon.tuning.table import cache_path, format_table, load, save
 
 main = typer.Typer(help="Distributed Muon for PyTorch.", no_args_is_help=True)
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

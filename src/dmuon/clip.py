@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from dmuon.layout import Layout, read_layout, wire_device
-from dmuon.parameters import has_grad, local, local_grad
+from dmuon.layout.layout import Layout, read_layout, wire_device
+from dmuon.step.parameters import has_grad, local, local_grad
 
 Policy = Literal["all", "adamw_only"]
 

@@ -14,12 +14,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from dmuon import adamw
-from dmuon.agreement import absent_params, nonfinite_param
-from dmuon.checkpoint import Fitted, fit_state_dict, pack_group
-from dmuon.cost import CostModel
-from dmuon.exchange import Exchange
-from dmuon.groups import (
+from dmuon.algorithms import adamw
+from dmuon.algorithms.update import AdjustLr, refresh_, store_
+from dmuon.options import (
     ROUTING_DEFAULTS,
     check_hyperparameters,
     check_names,
@@ -27,8 +24,14 @@ from dmuon.groups import (
     normalize_group,
     param_names,
 )
-from dmuon.orthogonalize.table import Table, load_strict
-from dmuon.parameters import (
+from dmuon.plan.cost import CostModel
+from dmuon.plan.plan import build_plan
+from dmuon.plan.report import Report, build_report
+from dmuon.state.checkpoint import Fitted, fit_state_dict, pack_group
+from dmuon.state.initial import new_state
+from dmuon.step.agreement import absent_params, nonfinite_param
+from dmuon.step.bucket import Life, StepStats, bucket_life, drive
+from dmuon.step.parameters import (
     AdamWParam,
     MuonParam,
     NamedParam,
@@ -38,11 +41,8 @@ from dmuon.parameters import (
     local_grad,
     signature,
 )
-from dmuon.pipeline import Life, StepStats, bucket_life, drive
-from dmuon.plan import build_plan
-from dmuon.report import Report, build_report
-from dmuon.state import new_state
-from dmuon.update import AdjustLr, refresh_, store_
+from dmuon.transport.exchange import Exchange
+from dmuon.tuning.table import Table, load_strict
 
 Coefficients = tuple[float, float, float] | str | Sequence[tuple[float, float, float]]
 

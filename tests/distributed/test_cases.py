@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
-from dmuon.orthogonalize import orthogonalize, resolve_coefficients
-from tests.distributed.parity import LR, Spec, check, full_tensor, run_parity, seeded
+from dmuon.newton_schulz import orthogonalize, resolve_coefficients
+from tests.support.parity import LR, Spec, check, full_tensor, run_parity, seeded
 
 BFLOAT16 = torch.bfloat16
 

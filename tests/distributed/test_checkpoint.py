@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 import dmuon
-from tests.distributed.parity import LR
-from tests.distributed.topologies import (
+from tests.support.parity import LR
+from tests.support.topologies import (
     TOPOLOGIES,
     assert_same,
     build,

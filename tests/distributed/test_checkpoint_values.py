@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import dmuon
-from tests.distributed.parity import LR, seeded
 from tests.distributed.test_checkpoint import load, save
-from tests.distributed.topologies import (
+from tests.support.parity import LR, seeded
+from tests.support.topologies import (
     TOPOLOGIES,
     Weights,
     assert_same,

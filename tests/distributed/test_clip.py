@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.debug import CommDebugMode
 
 import dmuon
-from tests.distributed.layout_cases import CASES
-from tests.distributed.parity import full_tensor, meshes_of, seeded
+from tests.support.layout_cases import CASES
+from tests.support.parity import full_tensor, meshes_of, seeded
 
 S, R = Shard, Replicate()
 MAX_NORM = 0.7

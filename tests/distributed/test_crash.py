@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed import crash_worker
+from tests.support import crash_worker
 
 WORKER = Path(crash_worker.__file__)
 

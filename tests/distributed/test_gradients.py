@@ -21,8 +21,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
-from tests.distributed.parity import full_tensor, seeded
-from tests.rank_pool import PRELOAD
+from tests.support.parity import full_tensor, seeded
+from tests.support.rank_pool import PRELOAD
 
 LR = 0.02
 LAYOUTS = {"DDP": 2, "FSDP2": 2, "HSDP": 4, "FSDP2 x TP": 4}

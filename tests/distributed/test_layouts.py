@@ -19,10 +19,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 import dmuon
-from tests.distributed.layout_cases import CASES, LayoutCase, R, S, on, run_case
-from tests.distributed.layouts_table import DOCS, table_row
-from tests.distributed.parity import LR, Spec, check, seeded
-from tests.distributed.scratch import peak_bytes
+from tests.support.layout_cases import CASES, LayoutCase, R, S, on, run_case
+from tests.support.layouts_table import DOCS, table_row
+from tests.support.parity import LR, Spec, check, seeded
+from tests.support.scratch import peak_bytes
 
 BY_NAME = {case.name: case for case in CASES}
 
@@ -35,7 +35,7 @@ def test_update_is_the_same_on_every_layout(run_ranks, case, bucket_cap_mb):
     outcomes = run_ranks(case.world_size, run_case, replace(case, muon=muon))
     check(outcomes)
     assert table_row(case, outcomes) in DOCS.read_text().splitlines(), (
-        "run python -m tests.distributed.layouts_table to renew docs/layouts.md"
+        "run python -m tests.support.layouts_table to renew docs/layouts.md"
     )
 
 

@@ -9,9 +9,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import dmuon
-from tests.distributed.layout_cases import CASES
-from tests.distributed.parity import LR, Spec, meshes_of, seeded
 from tests.distributed.test_checkpoint import load, save
+from tests.support.layout_cases import CASES
+from tests.support.parity import LR, Spec, meshes_of, seeded
 
 
 def build(specs, muon, seed, lr=LR):

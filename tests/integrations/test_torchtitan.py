@@ -3,7 +3,7 @@
 import pytest
 
 from examples.trainers import tiny
-from tests.integrations.launch import needs
+from tests.support.launch import needs
 
 pytestmark = [needs("torchtitan"), pytest.mark.filterwarnings("ignore")]
 

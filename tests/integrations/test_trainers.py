@@ -17,7 +17,7 @@ import torch.distributed as dist
 import dmuon
 from examples.trainers import tiny
 from examples.trainers.tiny import full_weights
-from tests.integrations.launch import needs, recorded_optimizers, torchrun_environment
+from tests.support.launch import needs, recorded_optimizers, torchrun_environment
 
 LR = 3e-3
 # The first use imports the library in every rank.

@@ -14,7 +14,7 @@ from torch import nn
 from torchtitan.components.optimizer import OptimizersContainer
 
 from dmuon.optimizer import Muon
-from dmuon.routing import param_groups
+from dmuon.routing.rules import param_groups
 
 
 class MuonContainer(OptimizersContainer):

@@ -1,0 +1,1 @@
+"""What is orthogonalized, and which rank stores which piece of it."""

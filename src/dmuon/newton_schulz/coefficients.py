@@ -1,0 +1,216 @@
+"""Named coefficient lists for the quintic Newton-Schulz iteration, and the check of given ones."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import cast
+
+from dmuon.newton_schulz.polar_express import minimax_composition
+from dmuon.newton_schulz.quintic import Coefficients, Triple, deflate, evaluate, extend
+from dmuon.newton_schulz.restarts import safe_restarts
+
+MAX_STEPS = 99
+# Every published list stays below 1.31; a map that leaves this band is diverging.
+LARGEST_SAFE_OUTPUT = 2.0
+
+_KELLER: Triple = (3.4445, -4.7750, 2.0315)
+_YOU: Coefficients = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+_CANS: Coefficients = (
+    (8.4703, -25.1081, 18.6293),
+    (4.1828, -3.1087, 0.5806),
+    (3.9619, -2.9541, 0.5630),
+    (3.2866, -2.4647, 0.5074),
+    (2.2737, -1.6447, 0.4162),
+)
+_TURBO: Coefficients = (
+    (4.6051, -9.6552, 5.6769),
+    (4.7505, -6.0861, 2.1790),
+    (2.7763, -2.3190, 0.5523),
+    (2.4231, -2.2861, 0.8193),
+)
+_FINISH: Triple = (2.0, -1.5, 0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class CoefficientList:
+    """A named family of coefficient lists, one list for every number of steps.
+
+    Attributes:
+        name: What `resolve_coefficients` knows it by.
+        source: Where it was published.
+        default_steps: Number of steps it was made for.
+        make: Returns the list for a number of steps.
+    """
+
+    name: str
+    source: str
+    default_steps: int
+    make: Callable[[int], Coefficients]
+
+    def output_range(self, lower: float) -> tuple[float, float]:
+        """Return where `default_steps` take singular values in `[lower, 1]`: least and greatest."""
+        coefficients = self.make(self.default_steps)
+        exponents = (i / 3000 for i in range(3001))
+        values = [evaluate(lower**exponent, coefficients) for exponent in exponents]
+        return (min(values), max(values))
+
+    def restarts(self, *, half: bool) -> tuple[int, ...] | None:
+        """Return the restarts of the Gram form for `default_steps`, see `safe_restarts`."""
+        return safe_restarts(self.make(self.default_steps), half=half)
+
+
+def _polar_express(steps: int) -> Coefficients:
+    raw = minimax_composition(steps)
+    return (*(deflate(triple, 1.01) for triple in raw[:-1]), raw[-1])
+
+
+_LISTS = (
+    CoefficientList(
+        "original",
+        "Jordan et al. 2024, kellerjordan.github.io/posts/muon; torch.optim.Muon",
+        5,
+        lambda steps: (_KELLER,) * steps,
+    ),
+    CoefficientList(
+        "polar_express",
+        "Amsel et al. 2025, arXiv:2505.16932; safety 1.01 on all steps but the last",
+        5,
+        _polar_express,
+    ),
+    CoefficientList(
+        "polar_express_nanogpt",
+        "karpathy/nanochat and microsoft/dion: Polar Express built with safety 0.02",
+        5,
+        lambda steps: minimax_composition(steps, safety=0.02, cushion=0.02),
+    ),
+    CoefficientList(
+        "polar_express_gram",
+        "Dao-AILab/gram-newton-schulz: Polar Express with safety 1.05 on every step",
+        5,
+        lambda steps: tuple(deflate(triple, 1.05) for triple in minimax_composition(steps)),
+    ),
+    CoefficientList(
+        "you",
+        "YouJiacheng 2025, in KellerJordan/modded-nanogpt",
+        5,
+        lambda steps: extend(_YOU, steps),
+    ),
+    CoefficientList(
+        "cans",
+        "Grishina et al. 2025, arXiv:2506.10935, as listed in NVIDIA-NeMo/Emerging-Optimizers",
+        5,
+        lambda steps: extend(_CANS, steps),
+    ),
+    CoefficientList(
+        "deepseek_v4",
+        "DeepSeek-V4 report 2026: eight original steps, then two of (2, -1.5, 0.5)",
+        10,
+        lambda steps: ((_KELLER,) * (steps - 2) + (_FINISH,) * 2)[:steps],
+    ),
+    CoefficientList(
+        "turbo",
+        "Boissin et al. 2025, arXiv:2512.04632, list of thib-s/flash-newton-schulz; made for AOL",
+        4,
+        lambda steps: extend(_TURBO, steps),
+    ),
+)
+REGISTRY = {entry.name: entry for entry in _LISTS}
+
+
+def format_registry() -> str:
+    """Return the lists, where they take singular values, and their restarts, in Markdown."""
+    lines = [
+        "| name | steps | sigma >= 0.01 lands in | sigma >= 0.001 lands in | restarts, half "
+        "precision | restarts, float32 | source |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for entry in REGISTRY.values():
+        ranges = ("{:.3f} to {:.3f}".format(*entry.output_range(low)) for low in (1e-2, 1e-3))
+        found = (entry.restarts(half=half) for half in (True, False))
+        restarts = ("not safe" if r is None else ", ".join(map(str, r)) for r in found)
+        cells = (f"`{entry.name}`", str(entry.default_steps), *ranges, *restarts, entry.source)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def resolve_coefficients(
+    spec: str | Triple | Sequence[Triple], steps: int | None = None
+) -> Coefficients:
+    """Return one `(a, b, c)` per step, checked to be safe on every input in exact arithmetic.
+
+    Args:
+        spec: A name in `REGISTRY`; one `(a, b, c)`, repeated (`ns_coefficients` of
+            `torch.optim.Muon`); or one `(a, b, c)` per step.
+        steps: Number of steps, 1 to 99. None: the length of the list (5 for a single triple).
+            Fewer steps than a given list take its first ones, more repeat its last; a named
+            family has a list of its own for every number of steps.
+
+    Raises:
+        ValueError: Unknown name, malformed list, bad `steps`, or a list that maps part of (0, 1]
+            to negative or diverging values.
+    """
+    if steps is not None and not 1 <= steps <= MAX_STEPS:
+        raise ValueError(f"ns_steps must be between 1 and {MAX_STEPS}, got {steps}")
+    if isinstance(spec, str):
+        if spec not in REGISTRY:
+            raise ValueError(f"unknown ns_coefficients {spec!r}; known names: {sorted(REGISTRY)}")
+        entry = REGISTRY[spec]
+        coefficients = entry.make(steps or entry.default_steps)
+    else:
+        items = tuple(spec)
+        single = len(items) == 3 and all(isinstance(item, (int, float)) for item in items)
+        triples = _check_triples((items,) if single else items)
+        coefficients = extend(triples, steps or (5 if single else len(triples)))
+    check_safe(coefficients)
+    for half in (True, False):
+        safe_restarts(coefficients, half=half)
+    return coefficients
+
+
+def _check_triples(items: Sequence[object]) -> Coefficients:
+    """Return `items` as triples of finite floats, or raise a ValueError that says what is wrong."""
+    expected = "ns_coefficients must be a name, one (a, b, c), or a sequence of (a, b, c)"
+    if not items:
+        raise ValueError(f"{expected}; got an empty sequence")
+    triples = []
+    for item in items:
+        try:
+            a, b, c = (float(value) for value in cast("Sequence[float]", item))
+        except (TypeError, ValueError):
+            raise ValueError(f"{expected}; found {item!r}") from None
+        if not all(map(math.isfinite, (a, b, c))):
+            raise ValueError(f"ns_coefficients must be finite; found {item!r}")
+        triples.append((a, b, c))
+    return tuple(triples)
+
+
+@lru_cache
+def check_safe(coefficients: Coefficients, rounding: float = 0.0) -> None:
+    """Raise a ValueError if the list maps a value in (0, 1] to something negative or far above 1.
+
+    Such a list would move part of the weights uphill, or blow up.
+
+    Args:
+        coefficients: One `(a, b, c)` per step.
+        rounding: Relative error that makes the input of every step too large, such as half the
+            machine epsilon of the dtype in which the matrices are iterated.
+    """
+    enlarged = tuple(deflate(triple, 1 / (1 + rounding)) for triple in coefficients)
+    grid = [i / 2000 for i in range(1, 2001)] + [10 ** (-i / 20) for i in range(60, 160)]
+    for sigma in grid:
+        value = evaluate(sigma, enlarged)
+        if not 0 < value <= LARGEST_SAFE_OUTPUT:
+            what = "flips the sign of" if value <= 0 else "diverges on"
+            where = f" when every step rounds by {rounding:.1g}" if rounding else ""
+            raise ValueError(
+                f"ns_coefficients {coefficients} {what} a singular value of {sigma:.4g} times the "
+                f"Frobenius norm{where} (mapped to {value:.4g}); use a list that maps (0, 1] into "
+                f"(0, {LARGEST_SAFE_OUTPUT:g}]{', or a wider dtype' if rounding else ''}"
+            )

@@ -1,0 +1,1 @@
+"""Optimizer state: made, kept beside weights, saved and loaded."""

@@ -1,0 +1,1 @@
+"""One step, as the plan says."""

@@ -1,0 +1,1 @@
+"""Measured choices among the ways to orthogonalize a batch."""
