@@ -15,12 +15,12 @@ import time
 from functools import partial
 
 import torch
-from torch.optim._muon import _zeropower_via_newtonschulz
-
-from dmuon.newton_schulz import orthogonalize, resolve_coefficients
 from dmuon.newton_schulz.backends import BACKENDS, is_importable, obstacle
 from dmuon.newton_schulz.kernels.symmetric import triton_product
 from dmuon.newton_schulz.reference import reference_newton_schulz
+from torch.optim._muon import _zeropower_via_newtonschulz
+
+from dmuon.newton_schulz import orthogonalize, resolve_coefficients
 from dmuon.newton_schulz.restarts import safe_restarts
 
 ORIGINAL = resolve_coefficients("original")

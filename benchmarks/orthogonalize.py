@@ -15,11 +15,11 @@ import statistics
 import time
 
 import torch
-
-from dmuon.newton_schulz import orthogonalize, resolve_coefficients
 from dmuon.newton_schulz.engine import GRAM_ASPECT, choose_backend
 from dmuon.newton_schulz.symmetric import diagonal_side
 from dmuon.tuning.batches import orthogonalize_all
+
+from dmuon.newton_schulz import orthogonalize, resolve_coefficients
 
 ORIGINAL = resolve_coefficients("original")
 # matrices, rows, columns, speedup to reach

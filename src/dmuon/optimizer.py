@@ -24,7 +24,7 @@ from dmuon.options import (
     normalize_group,
     param_names,
 )
-from dmuon.plan.cost import CostModel
+from dmuon.plan.cost import CostModel, Timings
 from dmuon.plan.plan import build_plan
 from dmuon.plan.report import Report, build_report
 from dmuon.state.checkpoint import Fitted, fit_state_dict, pack_group
@@ -42,7 +42,8 @@ from dmuon.step.parameters import (
     signature,
 )
 from dmuon.transport.exchange import Exchange
-from dmuon.tuning.table import Table, load_strict
+from dmuon.tuning.measure import timings_allowed
+from dmuon.tuning.table import load
 
 Coefficients = tuple[float, float, float] | str | Sequence[tuple[float, float, float]]
 
@@ -190,7 +191,7 @@ class Muon(Optimizer):
             raise ValueError(f"nonfinite must be one of {_NONFINITE}, got {nonfinite!r}")
         self.process_group = process_group
         self._nonfinite = nonfinite
-        self._tuning = Table() if tuning is None else load_strict(tuning)
+        self._tuning = Timings() if tuning is None else load(tuning)
         self._shard_state = shard_state
         self._master_weights = master_weights
         self._repeat_ns = repeat_ns
@@ -402,11 +403,12 @@ class Muon(Optimizer):
         job = job_of([*params, *others], rank)
         # A rank may hold DTensors of meshes that it is no part of; it stores nothing of them.
         params = [p for p in params if rank in p.domain]
-        requests = [request for p in params for request in p.requests(self._tuning)]
+        timings = self._tuning if timings_allowed() else Timings()
+        requests = [request for p in params for request in p.requests(timings)]
         plan = build_plan(
             requests,
             bucket_bytes=self._bucket_bytes,
-            cost_model=CostModel(self._tuning.seconds_per_step()),
+            cost_model=CostModel(timings.seconds_per_step()),
             repeat=self._repeat_ns,
         )
         others = [p for p in others if rank in p.domain]
@@ -447,7 +449,7 @@ class Muon(Optimizer):
                 shards,
                 exchange=self._exchange,
                 device=planned.device(part.bucket),
-                tuning=self._tuning,
+                tuning=self._tuning if timings_allowed() else Timings(),
                 stats=stats,
             )
             if part is parts[0]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dmuon.algorithms.update import lr_scale
 from dmuon.newton_schulz import Coefficients, resolve_coefficients
-from dmuon.newton_schulz.engine import check_precision
+from dmuon.newton_schulz.method import check_precision
 from dmuon.routing.rules import resolve_split
 
 # torch.optim.AdamW's eps; the constructor's `eps` is Newton-Schulz's, as in torch.optim.Muon.

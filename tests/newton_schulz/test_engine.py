@@ -4,20 +4,20 @@ import sys
 import pytest
 import torch
 import torch._dynamo.testing
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch.optim._muon import _zeropower_via_newtonschulz
-
-from dmuon.newton_schulz import backends, orthogonalize, resolve_coefficients
 from dmuon.newton_schulz.backends import BACKENDS, obstacle
 from dmuon.newton_schulz.engine import choose_backend
-from dmuon.newton_schulz.gram import gram_newton_schulz
 from dmuon.newton_schulz.reference import (
     map_singular_values,
     reference_newton_schulz,
     reference_orthogonalize,
 )
 from dmuon.newton_schulz.symmetric import diagonal_side
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.optim._muon import _zeropower_via_newtonschulz
+
+from dmuon.newton_schulz import backends, orthogonalize, resolve_coefficients
+from dmuon.newton_schulz.gram import gram_newton_schulz
 
 # `dmuon.orthogonalize` as an attribute is the function.
 engine = sys.modules["dmuon.newton_schulz.engine"]

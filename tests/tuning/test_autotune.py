@@ -2,10 +2,10 @@ import dataclasses
 
 import pytest
 import torch
-
-from dmuon.newton_schulz import backends, resolve_coefficients
 from dmuon.newton_schulz.backends import BACKENDS
 from dmuon.newton_schulz.symmetric import dense_product
+
+from dmuon.newton_schulz import backends, resolve_coefficients
 from dmuon.tuning import autotune, batches
 from dmuon.tuning.table import format_table
 

@@ -2,12 +2,12 @@ import math
 
 import pytest
 import torch
+from dmuon.tuning.batches import orthogonalize_all, padded_shapes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dmuon.newton_schulz import orthogonalize, resolve_coefficients
 from dmuon.tuning import batches
-from dmuon.tuning.batches import orthogonalize_all, padded_shapes
 from dmuon.tuning.table import Choice, Table
 
 ORIGINAL = resolve_coefficients("original")

@@ -1,7 +1,17 @@
-"""Orthogonalisation of matrices by Newton-Schulz iterations."""
+"""Orthogonalization of matrices by Newton-Schulz iterations."""
 
+from dmuon.newton_schulz.backend import Backend
 from dmuon.newton_schulz.coefficients import resolve_coefficients
-from dmuon.newton_schulz.engine import orthogonalize
-from dmuon.newton_schulz.quintic import Coefficients
+from dmuon.newton_schulz.method import Method
+from dmuon.newton_schulz.orthogonalize import exact_arithmetic, orthogonalize, orthogonalize_stack
+from dmuon.newton_schulz.polynomial import Coefficients
 
-__all__ = ["Coefficients", "orthogonalize", "resolve_coefficients"]
+__all__ = [
+    "Backend",
+    "Coefficients",
+    "Method",
+    "exact_arithmetic",
+    "orthogonalize",
+    "orthogonalize_stack",
+    "resolve_coefficients",
+]

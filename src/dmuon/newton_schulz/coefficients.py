@@ -7,10 +7,12 @@ from functools import lru_cache
 from typing import cast
 
 from dmuon.newton_schulz.polar_express import minimax_composition
-from dmuon.newton_schulz.quintic import Coefficients, Triple, deflate, evaluate, extend
+from dmuon.newton_schulz.polynomial import Coefficients, Triple, deflate, evaluate, extend
 from dmuon.newton_schulz.restarts import safe_restarts
 
-MAX_STEPS = 99
+MAX_STEPS, DEFAULT_STEPS = 99, 5
+# Of float64, float32, float16 and bfloat16.
+ROUNDINGS = (2**-53, 2**-24, 2**-11, 2**-8)
 # Every published list stays below 1.31; a map that leaves this band is diverging.
 LARGEST_SAFE_OUTPUT = 2.0
 
@@ -53,17 +55,6 @@ class CoefficientList:
     source: str
     default_steps: int
     make: Callable[[int], Coefficients]
-
-    def output_range(self, lower: float) -> tuple[float, float]:
-        """Return where `default_steps` take singular values in `[lower, 1]`: least and greatest."""
-        coefficients = self.make(self.default_steps)
-        exponents = (i / 3000 for i in range(3001))
-        values = [evaluate(lower**exponent, coefficients) for exponent in exponents]
-        return (min(values), max(values))
-
-    def restarts(self, *, half: bool) -> tuple[int, ...] | None:
-        """Return the restarts of the Gram form for `default_steps`, see `safe_restarts`."""
-        return safe_restarts(self.make(self.default_steps), half=half)
 
 
 def _polar_express(steps: int) -> Coefficients:
@@ -124,22 +115,6 @@ _LISTS = (
 REGISTRY = {entry.name: entry for entry in _LISTS}
 
 
-def format_registry() -> str:
-    """Return the lists, where they take singular values, and their restarts, in Markdown."""
-    lines = [
-        "| name | steps | sigma >= 0.01 lands in | sigma >= 0.001 lands in | restarts, half "
-        "precision | restarts, float32 | source |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for entry in REGISTRY.values():
-        ranges = ("{:.3f} to {:.3f}".format(*entry.output_range(low)) for low in (1e-2, 1e-3))
-        found = (entry.restarts(half=half) for half in (True, False))
-        restarts = ("not safe" if r is None else ", ".join(map(str, r)) for r in found)
-        cells = (f"`{entry.name}`", str(entry.default_steps), *ranges, *restarts, entry.source)
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 def resolve_coefficients(
     spec: str | Triple | Sequence[Triple], steps: int | None = None
 ) -> Coefficients:
@@ -154,29 +129,37 @@ def resolve_coefficients(
 
     Raises:
         ValueError: Unknown name, malformed list, bad `steps`, or a list that maps part of (0, 1]
-            to negative or diverging values.
+            to negative values or far above 1.
     """
     if steps is not None and not 1 <= steps <= MAX_STEPS:
         raise ValueError(f"ns_steps must be between 1 and {MAX_STEPS}, got {steps}")
-    if isinstance(spec, str):
-        if spec not in REGISTRY:
-            raise ValueError(f"unknown ns_coefficients {spec!r}; known names: {sorted(REGISTRY)}")
-        entry = REGISTRY[spec]
-        coefficients = entry.make(steps or entry.default_steps)
-    else:
-        items = tuple(spec)
-        single = len(items) == 3 and all(isinstance(item, (int, float)) for item in items)
-        triples = _check_triples((items,) if single else items)
-        coefficients = extend(triples, steps or (5 if single else len(triples)))
-    check_safe(coefficients)
-    for half in (True, False):
-        safe_restarts(coefficients, half=half)
-    return coefficients
+    given = spec if isinstance(spec, str) else _as_triples(spec)
+    if (given, steps) not in _RESOLVED:
+        coefficients = _named(given, steps) if isinstance(given, str) else extend(given, steps)
+        check_safe(coefficients)
+        for rounding in ROUNDINGS:
+            safe_restarts(coefficients, rounding)
+        _RESOLVED[given, steps] = coefficients
+    return _RESOLVED[given, steps]
 
 
-def _check_triples(items: Sequence[object]) -> Coefficients:
-    """Return `items` as triples of finite floats, or raise a ValueError that says what is wrong."""
+# What was asked for before: torch.compile, which warns of functools.lru_cache, only has to look.
+_RESOLVED: dict[tuple[str | Coefficients, int | None], Coefficients] = {}
+
+
+def _named(name: str, steps: int | None) -> Coefficients:
+    if name not in REGISTRY:
+        raise ValueError(f"unknown ns_coefficients {name!r}; known names: {sorted(REGISTRY)}")
+    entry = REGISTRY[name]
+    return entry.make(steps or entry.default_steps)
+
+
+def _as_triples(spec: Triple | Sequence[Triple]) -> Coefficients:
+    """Return finite triples, five of a single one; or say in a ValueError what is wrong."""
     expected = "ns_coefficients must be a name, one (a, b, c), or a sequence of (a, b, c)"
+    items: tuple[object, ...] = tuple(spec)
+    if len(items) == 3 and all(isinstance(item, (int, float)) for item in items):
+        items = (items,) * DEFAULT_STEPS
     if not items:
         raise ValueError(f"{expected}; got an empty sequence")
     triples = []

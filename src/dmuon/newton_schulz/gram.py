@@ -11,8 +11,8 @@ import itertools
 import torch
 from torch import Tensor
 
-from dmuon.newton_schulz.quintic import Coefficients
-from dmuon.newton_schulz.symmetric import SymmetricProduct, add_identity_, dense_product
+from dmuon.newton_schulz.polynomial import Coefficients
+from dmuon.newton_schulz.products import SymmetricProduct, add_identity_, dense_product
 
 
 def gram_newton_schulz(

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from dmuon.newton_schulz.quintic import Coefficients
-from dmuon.newton_schulz.symmetric import SymmetricProduct, dense_product
+from dmuon.newton_schulz.polynomial import Coefficients
+from dmuon.newton_schulz.products import SymmetricProduct, dense_product
 
 
 def newton_schulz(

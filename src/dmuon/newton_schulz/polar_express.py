@@ -3,7 +3,7 @@
 import math
 from functools import lru_cache
 
-from dmuon.newton_schulz.quintic import Coefficients, Triple, deflate, evaluate
+from dmuon.newton_schulz.polynomial import Coefficients, Triple, deflate, evaluate
 
 # With it, safety 0 reproduces the table printed in arXiv:2505.16932 to 14 digits.
 _CUSHION = 0.02407327424182761

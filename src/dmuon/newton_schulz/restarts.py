@@ -7,9 +7,10 @@ makes R slightly indefinite; where Q is badly conditioned on such an R, the resu
 import itertools
 import math
 
-from dmuon.newton_schulz.quintic import Coefficients
+from dmuon.newton_schulz.polynomial import Coefficients
 
 MAX_RESTARTS = 3
+_HALF_ROUNDING = 1e-5
 # The search tries every set of restarts: 232 sets for this many steps.
 MAX_SEARCHED_STEPS = 12
 # What rounding may do to an eigenvalue of R, of norm about 1. Zhang et al. use 4e-4 for half.
@@ -21,7 +22,7 @@ _SINGLE_SEGMENT = 3
 _OVERFLOW = 1e30
 
 
-def safe_restarts(coefficients: Coefficients, *, half: bool) -> tuple[int, ...] | None:
+def safe_restarts(coefficients: Coefficients, rounding: float) -> tuple[int, ...] | None:
     """Return the restarts that keep the Gram form about as accurate as the plain one, or None.
 
     A restart is the number of the step before which `X X^T` is computed afresh. In half precision
@@ -29,15 +30,15 @@ def safe_restarts(coefficients: Coefficients, *, half: bool) -> tuple[int, ...] 
     that the plain form must be used: the condition is too bad, for half precision with any set of
     up to `MAX_RESTARTS`, or there are more than `MAX_SEARCHED_STEPS` steps to choose from.
     """
-    if (coefficients, half) not in _FOUND:
-        search = _fewest_restarts if half else _regular_restarts
-        _FOUND[coefficients, half] = search(coefficients)
-    return _FOUND[coefficients, half]
+    if (coefficients, rounding) not in _FOUND:
+        search = _fewest_restarts if rounding > _HALF_ROUNDING else _regular_restarts
+        _FOUND[coefficients, rounding] = search(coefficients)
+    return _FOUND[coefficients, rounding]
 
 
 # What was searched for before. `resolve_coefficients` fills it in, so that torch.compile, which
 # warns of functools.lru_cache, only has to look.
-_FOUND: dict[tuple[Coefficients, bool], tuple[int, ...] | None] = {}
+_FOUND: dict[tuple[Coefficients, float], tuple[int, ...] | None] = {}
 
 
 def _fewest_restarts(coefficients: Coefficients) -> tuple[int, ...] | None:

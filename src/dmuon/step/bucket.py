@@ -7,7 +7,7 @@ where it would wait, so that the next bucket travels while this one is orthogona
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,16 @@ from torch import Tensor
 
 from dmuon.algorithms.update import apply_, lr_scale, momentum_, nesterov
 from dmuon.layout.matrices import Piece, Runs
-from dmuon.newton_schulz import resolve_coefficients
+from dmuon.newton_schulz import (
+    Method,
+    exact_arithmetic,
+    orthogonalize_stack,
+    resolve_coefficients,
+)
+from dmuon.plan.batches import batch_shapes, resolve_backend
+from dmuon.plan.cost import Timings
 from dmuon.plan.plan import Assignment, Bucket, Itinerary, Leg
 from dmuon.transport.exchange import Exchange
-from dmuon.tuning.batches import orthogonalize_tuned, stacks, view_like
-from dmuon.tuning.table import Table
 
 Life = Iterator[None]
 _DONE = object()
@@ -77,7 +82,7 @@ def bucket_life(
     *,
     exchange: Exchange,
     device: torch.device,
-    tuning: Table,
+    tuning: Timings,
     stats: StepStats,
 ) -> Life:
     """Take one bucket through the step.
@@ -142,7 +147,7 @@ class _LocalBucket:
         return inputs
 
     def assemble(
-        self, pieces: Iterable[tuple[Leg, Tensor]], device: torch.device, tuning: Table
+        self, pieces: Iterable[tuple[Leg, Tensor]], device: torch.device, tuning: Timings
     ) -> list[tuple[list[int], Tensor]]:
         """Stack the matrices that this rank owns, equal shapes and methods together, wide."""
         by_position: dict[int, list[tuple[Piece, Tensor]]] = defaultdict(list)
@@ -156,8 +161,8 @@ class _LocalBucket:
         for members in methods.values():
             requests = [self.assignment(i).request for i in members]
             shapes, steps = [r.matrix.shape for r in requests], requests[0].steps
-            dtype = getattr(torch, requests[0].ns_dtype)
-            for target, indices in stacks(shapes, tuning, dtype=dtype, steps=steps):
+            dtype = requests[0].ns_dtype
+            for target, indices in batch_shapes(shapes, tuning, dtype=dtype, steps=steps):
                 positions = [members[index] for index in indices]
                 stack = torch.zeros((len(positions), *target), dtype=wire_dtype, device=device)
                 _paste(self._views(stack, positions), by_position)
@@ -165,7 +170,7 @@ class _LocalBucket:
         return found
 
     def orthogonalize(
-        self, stacks: list[tuple[list[int], Tensor]], tuning: Table
+        self, stacks: list[tuple[list[int], Tensor]], tuning: Timings
     ) -> dict[int, Tensor]:
         """Orthogonalize the stacks, taking each from the list; the matrices, by position."""
         results: dict[int, Tensor] = {}
@@ -173,13 +178,15 @@ class _LocalBucket:
             positions, stack = stacks.pop(0)
             group = self.shard(positions[0]).group
             request = self.assignment(positions[0]).request
-            stack = orthogonalize_tuned(
-                stack,
-                tuning,
-                coefficients=resolve_coefficients(group["ns_coefficients"], group["ns_steps"]),
-                eps=group["eps"],
-                dtype=getattr(torch, request.ns_dtype),
+            method = Method(
+                resolve_coefficients(group["ns_coefficients"], group["ns_steps"]),
+                group["eps"],
+                getattr(torch, request.ns_dtype),
             )
+            batch, rows, columns = stack.shape
+            resolved = resolve_backend(method, tuning, batch, (rows, columns), stack.device)
+            with exact_arithmetic(stack.device.type):
+                stack = orthogonalize_stack(stack, method, *resolved)
             results |= self._views(stack, positions)
         return results
 
@@ -211,6 +218,13 @@ class _LocalBucket:
             i: view_like(self.assignment(i).request.matrix.shape, wide)
             for i, wide in zip(positions, stack.unbind(), strict=True)
         }
+
+
+def view_like(shape: Sequence[int], wide: Tensor) -> Tensor:
+    """View a matrix of `shape` in the padded wide matrix (M, N) that holds it, or its transpose."""
+    small, large = sorted(shape)
+    view = wide[:small, :large]
+    return view.mT if shape[0] > shape[1] else view
 
 
 def _spans(runs: Runs) -> Iterator[tuple[slice, slice]]:

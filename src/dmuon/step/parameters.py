@@ -14,11 +14,12 @@ from torch.distributed.tensor import DTensor
 from dmuon.layout.layout import Layout, local_part, read_layout, wire_device
 from dmuon.layout.matrices import matrices_of
 from dmuon.newton_schulz import resolve_coefficients
+from dmuon.newton_schulz.method import dtype_name
 from dmuon.options import check_ns_dtype
+from dmuon.plan.cost import Timings
 from dmuon.plan.plan import Bucket, Description, Domain, Itinerary, Plan, Request
 from dmuon.step.bucket import LocalShard
 from dmuon.transport.exchange import reduced_grad
-from dmuon.tuning.table import Table, dtype_name
 
 NamedParam = tuple[str, Tensor, dict[str, Any]]
 
@@ -78,7 +79,7 @@ class MuonParam:
         """Whether this rank has a gradient for it."""
         return has_grad(self.param)
 
-    def requests(self, tuning: Table) -> Iterator[Request]:
+    def requests(self, tuning: Timings) -> Iterator[Request]:
         """Its matrices, as the planner takes them."""
         dtype = _ns_dtype(self.group, self.device)
         # float16 would overflow on the way: a gradient is only normalized at its owner.

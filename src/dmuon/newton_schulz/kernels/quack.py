@@ -6,7 +6,7 @@
 from quack.gemm_interface import gemm_symmetric
 from torch import Tensor
 
-from dmuon.newton_schulz.symmetric import add_identity_, dense_product
+from dmuon.newton_schulz.products import add_identity_, dense_product
 
 # Its loads are 16 bytes wide: eight numbers of half precision.
 _ALIGNMENT = 8

@@ -1,9 +1,8 @@
 """What the engine must compute, in float64 and in as few lines as possible: the tests' oracle."""
 
 import torch
-from torch import Tensor
-
 from dmuon.newton_schulz.quintic import Coefficients
+from torch import Tensor
 
 
 def reference_orthogonalize(x: Tensor, coefficients: Coefficients) -> Tensor:

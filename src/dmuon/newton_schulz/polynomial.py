@@ -19,8 +19,9 @@ def evaluate(sigma: float, coefficients: Iterable[Triple]) -> float:
     return sigma
 
 
-def extend(triples: Coefficients, steps: int) -> Coefficients:
-    """Return the first `steps` triples, the last one repeated where the list is shorter."""
+def extend(triples: Coefficients, steps: int | None) -> Coefficients:
+    """Return the first `steps` triples, the last one repeated; all of them for None."""
+    steps = steps or len(triples)
     return triples[:steps] + triples[-1:] * (steps - len(triples))
 
 
