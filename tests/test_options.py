@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import dmuon
-from dmuon.algorithms.update import lr_scale
+from dmuon.algorithms import lr_scale
 from dmuon.options import ADAMW_EPS, check_names, normalize_group, param_names
 
 DEFAULTS = dmuon.Muon([torch.zeros(2, 2)]).defaults

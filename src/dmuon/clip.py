@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from dmuon.layout.layout import Layout, read_layout, wire_device
-from dmuon.step.parameters import has_grad, local, local_grad
+from dmuon.layout.layout import Layout
+from dmuon.layout.local import has_grad, local, local_grad
+from dmuon.layout.placements import read_layout, wire_device
 
 Policy = Literal["all", "adamw_only"]
 

@@ -3,67 +3,38 @@
 from __future__ import annotations
 
 import copy
-import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from dmuon.algorithms import adamw
-from dmuon.algorithms.update import AdjustLr, refresh_, store_
+from dmuon.algorithms import AdjustLr
 from dmuon.options import (
+    MIB,
     ROUTING_DEFAULTS,
+    Settings,
+    check_group,
     check_hyperparameters,
     check_names,
-    check_params,
     normalize_group,
     param_names,
+    plain_values,
 )
-from dmuon.plan.cost import CostModel, Timings
-from dmuon.plan.plan import build_plan
+from dmuon.plan.cost import Timings
 from dmuon.plan.report import Report, build_report
-from dmuon.state.checkpoint import Fitted, fit_state_dict, pack_group
+from dmuon.state.checkpoint import fit_state_dict, pack_group, unwrap_fitted_
 from dmuon.state.initial import new_state
-from dmuon.step.agreement import absent_params, nonfinite_param
-from dmuon.step.bucket import Life, StepStats, bucket_life, drive
-from dmuon.step.parameters import (
-    AdamWParam,
-    MuonParam,
-    NamedParam,
-    PlannedParams,
-    job_of,
-    local,
-    local_grad,
-    signature,
-)
-from dmuon.transport.exchange import Exchange
-from dmuon.tuning.measure import timings_allowed
-from dmuon.tuning.table import load
+from dmuon.state.keep import keep_up
+from dmuon.step.bucket import StepStats
+from dmuon.step.parameters import NamedParam
+from dmuon.step.stepper import Stepper, eager
+from dmuon.tuning.table import load, save
 
 Coefficients = tuple[float, float, float] | str | Sequence[tuple[float, float, float]]
-
-_MIB = 2**20
-_NONFINITE = ("propagate", "skip", "raise")
-
-
-def _eager(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Run `step` as it is under `torch.compile`, which would trace the planner.
-
-    `torch.compiler.disable` as a decorator would make `import dmuon` import the compiler.
-    """
-
-    @functools.wraps(step)
-    def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - step's own
-        if torch.compiler.is_compiling():
-            return torch.compiler.disable(step)(*args, **kwargs)
-        return step(*args, **kwargs)
-
-    return run
 
 
 class Muon(Optimizer):
@@ -159,6 +130,7 @@ class Muon(Optimizer):
         ns_steps: int = 5,
         adjust_lr_fn: AdjustLr = None,
         *,
+        algorithm: str = "muon",
         ns_dtype: torch.dtype | None = None,
         betas: tuple[float, float] = (0.9, 0.999),
         process_group: dist.ProcessGroup | None = None,
@@ -167,70 +139,67 @@ class Muon(Optimizer):
         repeat_ns: bool = False,
         bucket_cap_mb: float = 64.0,
         nonfinite: Literal["propagate", "skip", "raise"] = "propagate",
-        tuning: str | os.PathLike[str] | None = None,
+        tuning: str | os.PathLike[str] | None = "auto",
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_coefficients": ns_coefficients,
-            "eps": eps,
-            "ns_steps": ns_steps,
-            "adjust_lr_fn": adjust_lr_fn,
-            "ns_dtype": ns_dtype,
-            "betas": betas,
-            **ROUTING_DEFAULTS,
-        }
+        defaults = plain_values(
+            {
+                "lr": lr,
+                "weight_decay": weight_decay,
+                "momentum": momentum,
+                "nesterov": nesterov,
+                "ns_coefficients": ns_coefficients,
+                "eps": eps,
+                "ns_steps": ns_steps,
+                "adjust_lr_fn": adjust_lr_fn,
+                "ns_dtype": ns_dtype,
+                "betas": betas,
+                "algorithm": algorithm,
+                **ROUTING_DEFAULTS,
+            }
+        )
         check_hyperparameters(defaults, "Muon")
-        if shard_state and process_group is None:
-            raise ValueError("shard_state=True needs the process_group of the replicated tensors")
-        if not bucket_cap_mb > 0:
-            raise ValueError(f"bucket_cap_mb must be > 0, got {bucket_cap_mb}")
-        if nonfinite not in _NONFINITE:
-            raise ValueError(f"nonfinite must be one of {_NONFINITE}, got {nonfinite!r}")
-        self.process_group = process_group
-        self._nonfinite = nonfinite
-        self._tuning = Timings() if tuning is None else load(tuning)
-        self._shard_state = shard_state
-        self._master_weights = master_weights
-        self._repeat_ns = repeat_ns
-        self._bucket_bytes = int(bucket_cap_mb * _MIB)
-        self._exchange = Exchange()
-        self._planned: PlannedParams | None = None
+        settings = Settings(
+            process_group=process_group,
+            shard_state=shard_state,
+            master_weights=master_weights,
+            repeat_ns=repeat_ns,
+            bucket_bytes=bucket_cap_mb * MIB,
+            nonfinite=nonfinite,
+            tuning=_tuning(tuning),
+        )
+        self._stepper = self._make_stepper(settings)
         self.stats = StepStats()
         self.skipped_steps = 0
         super().__init__(params, defaults)
 
+    def _make_stepper(self, settings: Settings) -> Stepper:
+        return Stepper(settings, self._named_params, lambda: self.state, self._check)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """As given."""
+        return self._stepper.settings.process_group
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, at any time.
 
-        A group without parameters is left out: distributed checkpoints cannot describe it.
-
         Args:
-            param_group: As in the constructor.
+            param_group: As in the constructor. Keys that are not known stay in the group.
 
         Raises:
             ValueError: As in the constructor; the optimizer is then unchanged.
         """
         number = len(self.param_groups)
-        normalized = normalize_group(param_group, self.defaults, number)
-        if not isinstance(normalized["params"], (Tensor, set)):
-            normalized["params"] = list(normalized["params"])
-            if not normalized["params"]:
-                return
-        super().add_param_group(normalized)
-        group = self.param_groups[number]
+        super().add_param_group(normalize_group(param_group, self.defaults, number))
         try:
-            check_hyperparameters(group, f"parameter group {number}")
-            check_params(group, param_names(group, number))
+            check_group(self.param_groups[number], number)
             check_names(name for name, _, _ in self._named_params())
         except BaseException:
             del self.param_groups[number]
             raise
-        self._init_state()
+        self._keep_state()
 
-    @_eager
+    @eager
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Take one step.
@@ -242,9 +211,11 @@ class Muon(Optimizer):
             The closure's loss, or None.
 
         Raises:
-            RuntimeError: Ranks disagree about a parameter, or no Muon parameter has a gradient on
-                any rank although some require one; or, with `nonfinite="raise"`, a gradient is
-                not finite on some rank.
+            ValueError: A parameter or a gradient cannot be taken on some rank; names it. Weights
+                and state are unchanged, on all ranks.
+            RuntimeError: Ranks disagree about a parameter or its hyperparameters; no Muon
+                parameter has had a gradient on any rank although some require one; or, with
+                `nonfinite="raise"`, a gradient is not finite on some rank. Nothing is changed.
 
         Collective: every rank that holds a part of any parameter.
         """
@@ -252,35 +223,34 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        planned = self._plan()
-        if self._skips(planned):
-            self.stats = StepStats()
-            self.skipped_steps += 1
-            return loss
-        absent = absent_params(planned, self._exchange)
-        stats = StepStats()
-        before = self._exchange.bytes_sent, self._exchange.num_collectives
-        params, masters = self._master_pairs()
-        refresh_(masters, params)
-        drive(self._lives(planned, absent, stats))
-        store_(params, masters)
-        stats.bytes_sent = self._exchange.bytes_sent - before[0]
-        stats.num_collectives = self._exchange.num_collectives - before[1]
-        self.stats = stats
+        stats = self._stepper.step()
+        self.skipped_steps += stats is None
+        self.stats = stats or StepStats()
         return loss
 
     def report(self) -> Report:
         """Describe every parameter: algorithm, rule, matrices, owners and learning-rate scale."""
-        self._init_state()  # for parameters that have been replaced since
-        return build_report(self._named_params(), self._make_plan().plan)
+        return build_report(self._stepper.plan().plan, self._named_params())
+
+    def tune(self, path: str | os.PathLike[str] | None = None) -> Timings:
+        """Measure how to orthogonalize the batches of this model, and follow that from now on.
+
+        Args:
+            path: Where the first rank writes the table, for `Muon(tuning=path)`; None: nowhere.
+
+        Returns:
+            The fastest correct way for each batch of each rank.
+
+        Collective: every rank that holds a part of any parameter.
+        """
+        timings, is_first = self._stepper.tune()
+        if path is not None and is_first:
+            save(path, timings)
+        return timings
 
     def __getstate__(self) -> dict[str, Any]:
         """What a pickle or a copy holds, besides parameters and their state: the settings."""
-        settings = [
-            *("process_group", "_shard_state", "_master_weights"),
-            *("_repeat_ns", "_bucket_bytes", "_nonfinite", "_tuning"),
-        ]
-        return {**super().__getstate__(), **{key: self.__dict__[key] for key in settings}}
+        return {**super().__getstate__(), "settings": self._stepper.settings}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Muon:
         """Copy parameters and state; process groups are shared."""
@@ -293,11 +263,10 @@ class Muon(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of every parameter, and the groups with plain values.
 
-        As in `torch.optim.Optimizer`, tensors are not copied. `momentum_buffer`, or `step`,
-        `exp_avg` and `exp_avg_sq`, are there from construction. A function `adjust_lr_fn` cannot
-        be saved and is given by name.
+        As in `torch.optim.Optimizer`, tensors are not copied. State is there from construction. A
+        function `adjust_lr_fn` cannot be saved and is given by name.
         """
-        self._init_state()
+        self._keep_state()
         state_dict = super().state_dict()
         groups = [pack_group(group) for group in state_dict["param_groups"]]
         return {**state_dict, "param_groups": groups}
@@ -316,26 +285,24 @@ class Muon(Optimizer):
             ValueError: It belongs to other parameters, to the other algorithm or to another
                 layout; the optimizer is then unchanged.
         """
+        self._keep_state()
         # Registered last, so that it sees what the user's own hooks return.
-        handle = self.register_load_state_dict_pre_hook(lambda _, loaded: self._fit(loaded))
+        handle = self.register_load_state_dict_pre_hook(
+            lambda _, loaded: fit_state_dict(loaded, self.param_groups, self._state_of)
+        )
         try:
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
 
-    def _fit(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        return fit_state_dict(
-            state_dict,
-            self.param_groups,
-            lambda param, group: self.state.get(param) or self._new_state(param, group),
-        )
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore from a pickle or a loaded state dict."""
-        self.__dict__.setdefault("_exchange", Exchange())
+        state = dict(state)
+        if "settings" in state:
+            self._stepper = self._make_stepper(state.pop("settings"))
+        self._stepper.forget()
         self.__dict__.setdefault("stats", StepStats())
         self.__dict__.setdefault("skipped_steps", 0)
-        self._planned = None
         super().__setstate__(state)
         # Added by torch, and only to an optimizer that has loaded: flattened state dicts of one
         # that has not would lack it.
@@ -343,129 +310,38 @@ class Muon(Optimizer):
         for group in self.param_groups:
             for key, default in self.defaults.items():
                 group.setdefault(key, default)
-        for values in self.state.values():
-            values.update({k: v.tensor for k, v in values.items() if isinstance(v, Fitted)})
-        self._init_state()
+        unwrap_fitted_(self.state)
+        self._keep_state()
 
-    def _named_params(self) -> Iterator[NamedParam]:
+    def _named_params(self) -> list[NamedParam]:
+        return [
+            (name, param, group)
+            for number, group in enumerate(self.param_groups)
+            for name, param in zip(param_names(group, number), group["params"], strict=True)
+        ]
+
+    def _check(self) -> None:
         for number, group in enumerate(self.param_groups):
-            for name, param in zip(param_names(group, number), group["params"], strict=True):
-                yield name, param, group
+            check_group(group, number)
+        self._keep_state()
 
-    def _init_state(self) -> None:
-        """Make the state of every parameter, and drop that of parameters that are gone."""
-        for _, param, group in self._named_params():
-            if param.requires_grad and not self.state.get(param):
-                self.state[param].update(self._new_state(param, group))
-        current = {id(param) for _, param, _ in self._named_params()}
+    @torch.inference_mode(mode=False)
+    def _keep_state(self) -> None:
+        """Make the state of every parameter that is trained, and drop that of those gone."""
+        settings, named = self._stepper.settings, self._named_params()
+        for _, param, group in named:
+            if param.requires_grad or self.state.get(param):
+                keep_up(param, group, self.state[param], settings)
+        current = {id(param) for _, param, _ in named}
         for param in [p for p in self.state if id(p) not in current]:
             del self.state[param]
 
-    def _new_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
-        return new_state(
-            param,
-            use_muon=group["use_muon"],
-            master_weights=self._master_weights,
-            shard_over=self.process_group if self._shard_state else None,
-        )
+    def _state_of(self, param: Tensor, group: Mapping[str, Any]) -> Mapping[str, Tensor]:
+        return self.state.get(param) or new_state(param, group, self._stepper.settings)
 
-    def _plan(self) -> PlannedParams:
-        """The plan for the parameters as they are now, agreed on by all ranks."""
-        if self._planned is None or self._planned.signature != self._signature():
-            for number, group in enumerate(self.param_groups):
-                check_params(group, param_names(group, number))
-            self._init_state()
-            planned = self._make_plan()
-            if self.process_group is not None:
-                self._exchange.adopt(self.process_group)
-            for params in planned.by_domain.values():
-                for param in [p.param for p in params]:
-                    if isinstance(param, DTensor) and param.device_mesh.ndim == 1:
-                        self._exchange.adopt(param.device_mesh.get_group())
-            self._exchange.prepare(planned.devices, planned.describe)
-            self._planned = planned
-        return self._planned
 
-    def _make_plan(self) -> PlannedParams:
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        # One that has been frozen since the optimizer was built has no state.
-        managed = [named for named in self._named_params() if self.state.get(named[1])]
-        params = [
-            MuonParam.read(named, self.state[named[1]], self.process_group)
-            for named in managed
-            if named[2]["use_muon"]
-        ]
-        others = [
-            AdamWParam.read(named, self.state[named[1]], self.process_group)
-            for named in managed
-            if not named[2]["use_muon"]
-        ]
-        job = job_of([*params, *others], rank)
-        # A rank may hold DTensors of meshes that it is no part of; it stores nothing of them.
-        params = [p for p in params if rank in p.domain]
-        timings = self._tuning if timings_allowed() else Timings()
-        requests = [request for p in params for request in p.requests(timings)]
-        plan = build_plan(
-            requests,
-            bucket_bytes=self._bucket_bytes,
-            cost_model=CostModel(timings.seconds_per_step()),
-            repeat=self._repeat_ns,
-        )
-        others = [p for p in others if rank in p.domain]
-        return PlannedParams(self._signature(), params, others, plan, rank, job)
-
-    def _signature(self) -> list[object]:
-        return signature(self._named_params(), self.state)
-
-    def _skips(self, planned: PlannedParams) -> bool:
-        """Whether no rank takes this step because a gradient of some rank is not finite."""
-        if self._nonfinite == "propagate":
-            return False
-        raises = self._nonfinite == "raise"
-        fqn = nonfinite_param(planned, self._exchange, name_it=raises)
-        if raises and fqn is not None:
-            raise RuntimeError(
-                f"{fqn}: the gradient has an infinite or NaN element, so no rank took this step. "
-                "Weights and optimizer state are unchanged; lower the learning rate or the loss "
-                "scale, look for the cause with torch.autograd.detect_anomaly(), or pass "
-                'nonfinite="skip"'
-            )
-        return fqn is not None
-
-    def _master_pairs(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Local shards of the parameters that have master weights, and those."""
-        pairs = {p: s["master_weight"] for p, s in self.state.items() if "master_weight" in s}
-        return [*map(local, pairs)], [*map(local, pairs.values())]
-
-    def _lives(
-        self, planned: PlannedParams, absent: frozenset[str], stats: StepStats
-    ) -> Iterator[Life]:
-        """Every bucket; AdamW runs while the pieces of the first are on their way."""
-        shards = planned.local_shards(absent)
-        parts = planned.parts(absent)
-        for part in parts:
-            yield bucket_life(
-                part,
-                shards,
-                exchange=self._exchange,
-                device=planned.device(part.bucket),
-                tuning=self._tuning if timings_allowed() else Timings(),
-                stats=stats,
-            )
-            if part is parts[0]:
-                self._adamw_step(planned, absent)
-        if not parts:
-            self._adamw_step(planned, absent)
-
-    def _adamw_step(self, planned: PlannedParams, absent: frozenset[str]) -> None:
-        present = [p for p in planned.others if p.fqn not in absent]
-        for group in self.param_groups:
-            params = [p for p in present if p.group is group]
-            if params:
-                pairs = [(p, self.state[p.param]) for p in params]
-                adamw.adamw_(
-                    [local(s.get("master_weight", p.param)) for p, s in pairs],
-                    [local_grad(p.param) for p in params],
-                    [{key: local(value) for key, value in s.items()} for _, s in pairs],
-                    group,
-                )
+def _tuning(tuning: str | os.PathLike[str] | None) -> Timings | str:
+    if tuning is None:
+        return Timings()
+    path = os.fspath(tuning)
+    return path if path in ("auto", "measure") else load(path)

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from dmuon.algorithms.update import ADJUST_LR_FNS, apply_, lr_scale, momentum_, nesterov
+from dmuon.algorithms import ADJUST_LR_FNS, lr_scale
+from dmuon.algorithms.stages import apply_, momentum_, nesterov
 
 
 @pytest.mark.parametrize(

@@ -1,42 +1,28 @@
-"""The other half: AdamW for what is not a hidden matrix, through torch's own functional AdamW."""
+"""AdamW for what is not a hidden matrix, through torch's own functional AdamW.
+
+Source: Loshchilov and Hutter 2019 (arXiv 1711.05101).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-
-def new_state(param: Tensor) -> dict[str, Tensor]:
-    """State of one parameter: `step`, `exp_avg` and `exp_avg_sq`, in the parameter's layout."""
-    return {
-        "step": torch.tensor(0.0, dtype=torch.float32),
-        "exp_avg": torch.zeros_like(param, memory_format=torch.preserve_format),
-        "exp_avg_sq": torch.zeros_like(param, memory_format=torch.preserve_format),
-    }
+from dmuon.algorithms.algorithm import Algorithm, Group, StateKind, States
 
 
-def adamw_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    states: Sequence[Mapping[str, Tensor]],
-    group: Mapping[str, Any],
-) -> None:
-    """One AdamW step (Loshchilov and Hutter 2019, arXiv 1711.05101) on local tensors.
-
-    Modifies: `params` and `states`.
-    """
+def step_(params: Sequence[Tensor], grads: Sequence[Tensor], states: States, group: Group) -> None:
+    """Take one step on local tensors, in place."""
     beta1, beta2 = group["betas"]
     adamw(
         list(params),
-        [g.to(state["exp_avg"].dtype) for g, state in zip(grads, states, strict=True)],
-        [state["exp_avg"] for state in states],
-        [state["exp_avg_sq"] for state in states],
+        list(grads),
+        list(states["exp_avg"]),
+        list(states["exp_avg_sq"]),
         [],
-        [state["step"] for state in states],
+        list(states["step"]),
         amsgrad=False,
         beta1=beta1,
         beta2=beta2,
@@ -45,3 +31,15 @@ def adamw_(
         eps=group["eps"],
         maximize=False,
     )
+
+
+ADAMW = Algorithm(
+    "adamw",
+    state={
+        "step": StateKind.COUNT,
+        "exp_avg": StateKind.ELEMENTS,
+        "exp_avg_sq": StateKind.ELEMENTS,
+    },
+    stages=step_,
+    hyperparameters=("lr", "weight_decay", "betas", "eps"),
+)

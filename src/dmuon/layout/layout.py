@@ -1,8 +1,8 @@
-"""Who stores which piece: the only reader of meshes and placements.
+"""Who stores which piece, in pure Python.
 
-The arithmetic is pure: a `Layout` is (global shape, mesh shape, ranks, placements), and every
-question is answered from it alone, so each rank knows what every other rank stores without
-asking. It follows `torch.distributed.tensor`: placements apply from left to right, `Shard` cuts
+A `Layout` is (global shape, mesh shape, ranks, placements), and every question is answered from it
+alone, so each rank knows what every other rank stores without asking. It follows
+`torch.distributed.tensor`: placements apply from left to right, `Shard` cuts
 like `torch.chunk` (the last shards may be smaller or empty), and `_StridedShard` (FSDP2 over
 tensor parallelism) cuts each of `split_factor` chunks and joins the results.
 """
@@ -13,11 +13,6 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-
-import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from dmuon.layout.matrices import Block, Piece, Range, Runs, runs_size
 
@@ -225,87 +220,3 @@ def _piece(layout: Layout, block: Block, rank: int) -> Piece | None:
 def _pieces(layout: Layout, block: Block) -> Mapping[int, Piece]:
     found = ((rank, _piece(layout, block, rank)) for rank in sorted(layout.ranks))
     return {rank: piece for rank, piece in found if piece is not None}
-
-
-def read_layout(fqn: str, tensor: Tensor, process_group: dist.ProcessGroup | None = None) -> Layout:
-    """Read the layout of a parameter or of its state.
-
-    Args:
-        fqn: Name used in errors.
-        tensor: A DTensor on any mesh, or a plain tensor.
-        process_group: Ranks over which a *plain* tensor is replicated (DDP). Without it a plain
-            tensor belongs to this rank alone.
-
-    Returns:
-        Its layout in global terms.
-
-    Raises:
-        ValueError: A placement is neither shard-like nor `Replicate`, or the local tensor does
-            not have the shape that the placements imply.
-    """
-    shape = tuple(tensor.shape)
-    if not isinstance(tensor, DTensor):
-        if process_group is None:
-            return single_rank(shape, dist.get_rank() if dist.is_initialized() else 0)
-        ranks = tuple(dist.get_process_group_ranks(process_group))
-        return Layout(shape, (len(ranks),), ranks, (None,))
-    mesh = tensor.device_mesh
-    layout = Layout(
-        shape,
-        tuple(mesh.shape),
-        tuple(mesh.mesh.flatten().tolist()),
-        tuple(_read_placement(fqn, tensor, axis) for axis in range(mesh.ndim)),
-    )
-    rank, found = dist.get_rank(), tuple(tensor.to_local().shape)
-    expected = layout.local_shape(rank) if rank in layout.ranks else found
-    if expected != found:
-        raise ValueError(
-            f"{fqn}: placements {tensor.placements} on a mesh of shape {tuple(mesh.shape)} imply "
-            f"a local shape of {expected}, but the local tensor has {found}. Shard it with "
-            "distribute_tensor, fully_shard or parallelize_module"
-        )
-    return layout
-
-
-def _read_placement(fqn: str, tensor: DTensor, axis: int) -> Sharding | None:
-    placement = tensor.placements[axis]
-    if placement.is_replicate():
-        return None
-    dim = getattr(placement, "dim", None)
-    if dim is None or placement.is_partial():
-        raise ValueError(
-            f"{fqn}: placement {placement!r} on mesh axis {axis} cannot be optimized; parameters "
-            "must be Shard or Replicate on every axis (redistribute it first)"
-        )
-    return Sharding(dim % tensor.ndim, int(getattr(placement, "split_factor", 1)))
-
-
-def wire_device(tensor: Tensor) -> torch.device:
-    """Device on which a parameter's matrices travel and are orthogonalized.
-
-    The mesh's device for a DTensor, also when its shards are offloaded to the CPU; the tensor's
-    own device otherwise.
-    """
-    if not isinstance(tensor, DTensor):
-        return tensor.device
-    kind = tensor.device_mesh.device_type
-    local = tensor.to_local().device
-    if kind == local.type:
-        return local
-    if kind == "cpu":
-        return torch.device("cpu")
-    return torch.device(kind, torch.get_device_module(kind).current_device())
-
-
-def local_part(tensor: Tensor, layout: Layout, rank: int) -> Tensor:
-    """View of a whole tensor that covers what `rank` stores under `layout`.
-
-    Raises:
-        ValueError: The shard is not one contiguous range per dim.
-    """
-    index = []
-    for runs in layout.local_runs(rank):
-        if len(runs) > 1:
-            raise ValueError(f"{layout} has a strided shard, which is not a view")
-        index.append(slice(*runs[0]) if runs else slice(0, 0))
-    return tensor[tuple(index)]

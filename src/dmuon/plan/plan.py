@@ -1,4 +1,4 @@
-"""Who orthogonalizes what, and what travels: pure data, the same on every rank.
+"""The records of a plan: pure data, the same on every rank.
 
 Matrices are planned per *domain*, the set of ranks that store any part of them. A plan depends
 on names, shapes and layouts only, never on the rank that computes it.
@@ -6,22 +6,37 @@ on names, shapes and layouts only, never on the rank that computes it.
 
 from __future__ import annotations
 
-import hashlib
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from dmuon.layout.layout import Layout
-from dmuon.layout.matrices import Matrix, Piece
-from dmuon.plan.cost import CostModel
+from dmuon.layout.matrices import Block, Matrix, Piece
+
+if TYPE_CHECKING:
+    from dmuon.newton_schulz import Method
 
 Domain = tuple[int, ...]
-# Per matrix or parameter, what ranks must agree on: what it is, and what was planned for it.
-Description = dict[str, tuple[str, str]]
 
 _ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-_MAX_IMPROVEMENTS = 200
-_MAX_PARTNERS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Cargo:
+    """One tensor of which pieces travel with a matrix.
+
+    Attributes:
+        key: "" for the matrix: pieces of its momentum go to the owner, pieces of the update come
+            back. Else a state of one value per row, which goes both ways.
+        source: Where pieces are gathered from. A state is laid out in elements of the wire dtype.
+        target: Where pieces go back to.
+        block: Where the matrix, or its part of the state, lies in them.
+    """
+
+    key: str
+    source: Layout
+    target: Layout
+    block: Block
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +52,10 @@ class Request:
         device_type: Where they travel, such as "cpu" or "cuda".
         method: How it is orthogonalized; matrices of equal method and shape share a batch.
         steps: Number of Newton-Schulz steps.
+        scale: Factor on the learning rate.
+        finish: What else the matrices of a batch must share: the algorithm and its options, where
+            it changes the orthogonalized matrix. Then tall and wide matrices stay apart.
+        rows: State of the rows that travels with the matrix.
     """
 
     matrix: Matrix
@@ -45,8 +64,16 @@ class Request:
     wire_dtype: str
     ns_dtype: str
     device_type: str
-    method: str
+    method: Method | str
     steps: int
+    scale: float = 1.0
+    finish: str = ""
+    rows: tuple[Cargo, ...] = ()
+
+    @property
+    def cargo(self) -> tuple[Cargo, ...]:
+        """All that travels: the matrix, then its state."""
+        return Cargo("", self.source, self.target, self.matrix.block), *self.rows
 
     @property
     def domain(self) -> Domain:
@@ -80,16 +107,16 @@ class Assignment:
     owners: tuple[int, ...]
     cost: float
 
-    def gathers_to(self, holder: int) -> list[int]:
+    def gathers_to(self, cargo: Cargo, holder: int) -> list[int]:
         """Owners that take the source piece of `holder`: those in its own replica."""
-        source = self.request.source
+        source = cargo.source
         if source.num_replicas == 1:
             return list(self.owners)
         replica = source.replica(holder)
         return [owner for owner in self.owners if source.replica(owner) == replica]
 
-    def served_by(self, holder: int) -> list[int]:
-        """The owner that sends `holder` its piece of the update."""
+    def served_by(self, _: Cargo, holder: int) -> list[int]:
+        """The owner that sends `holder` its piece of what comes back."""
         if len(self.owners) == 1:
             return [self.owners[0]]
         return [self.owners[self.request.target.replica(holder)]]
@@ -97,10 +124,18 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """One piece on its way between this rank and `peer`; `position` is its place in the bucket."""
+    """One piece on its way between this rank and `peer`.
+
+    Attributes:
+        peer: The other rank; this one, for a piece that it keeps.
+        position: The matrix, by its place in the bucket.
+        cargo: Which of the matrix's cargo.
+        piece: What travels.
+    """
 
     peer: int
     position: int
+    cargo: int
     piece: Piece
 
 
@@ -127,13 +162,15 @@ class Itinerary:
 
     Attributes:
         bucket: The bucket.
-        held: The rank's piece of each matrix's momentum, by position in the bucket.
-        gather: Pieces of the momentum on their way to the owners.
-        scatter: Pieces of the update on their way to every rank that stores them.
+        rank: The rank.
+        held: The rank's piece of each source, by position in the bucket and number of the cargo.
+        gather: Pieces on their way to the owners.
+        scatter: Pieces on their way to every rank that stores them.
     """
 
     bucket: Bucket
-    held: Mapping[int, Piece]
+    rank: int
+    held: Mapping[tuple[int, int], Piece]
     gather: Route
     scatter: Route
 
@@ -163,38 +200,41 @@ class Bucket:
         """The part of `rank`: what it holds, sends and receives."""
         held = {}
         for position, a in enumerate(self.assignments):
-            piece = a.request.source.pieces(a.request.matrix.block).get(rank)
-            if piece is not None:
-                held[position] = piece
-        gather = self._route(rank, lambda a: a.request.source, Assignment.gathers_to)
-        back = self._route(rank, lambda a: a.request.target, Assignment.served_by)
-        return Itinerary(self, held, gather, back.inverse())
+            for number, cargo in enumerate(a.request.cargo):
+                piece = cargo.source.pieces(cargo.block).get(rank)
+                if piece is not None:
+                    held[position, number] = piece
+        gather = self._route(rank, lambda cargo: cargo.source, Assignment.gathers_to)
+        back = self._route(rank, lambda cargo: cargo.target, Assignment.served_by)
+        return Itinerary(self, rank, held, gather, back.inverse())
 
     def _route(
         self,
         rank: int,
-        layout_of: Callable[[Assignment], Layout],
-        owners_of: Callable[[Assignment, int], list[int]],
+        layout_of: Callable[[Cargo], Layout],
+        owners_of: Callable[[Assignment, Cargo, int], list[int]],
     ) -> Route:
         sends, receives, kept, moves = [], [], [], False
         for position, a in enumerate(self.assignments):
-            pieces = layout_of(a).pieces(a.request.matrix.block)
-            moves = moves or any(owner != h for h in pieces for owner in owners_of(a, h))
-            # Only an owner deals with every holder; the others deal with their own piece.
-            for holder in pieces if rank in a.owners else pieces.keys() & {rank}:
-                for owner in owners_of(a, holder):
-                    leg = Leg(owner if holder == rank else holder, position, pieces[holder])
-                    if holder == owner == rank:
-                        kept.append(leg)
-                    elif holder == rank:
-                        sends.append(leg)
-                    elif owner == rank:
-                        receives.append(leg)
+            for number, cargo in enumerate(a.request.cargo):
+                pieces = layout_of(cargo).pieces(cargo.block)
+                moves = moves or any(o != h for h in pieces for o in owners_of(a, cargo, h))
+                # Only an owner deals with every holder; the others deal with their own piece.
+                for holder in pieces if rank in a.owners else pieces.keys() & {rank}:
+                    for owner in owners_of(a, cargo, holder):
+                        peer = owner if holder == rank else holder
+                        leg = Leg(peer, position, number, pieces[holder])
+                        if holder == owner == rank:
+                            kept.append(leg)
+                        elif holder == rank:
+                            sends.append(leg)
+                        elif owner == rank:
+                            receives.append(leg)
         return Route(_by_peer(sends), _by_peer(receives), tuple(kept), moves)
 
 
 def _by_peer(legs: list[Leg]) -> tuple[Leg, ...]:
-    return tuple(sorted(legs, key=lambda leg: (leg.peer, leg.position)))
+    return tuple(sorted(legs, key=lambda leg: (leg.peer, leg.cargo, leg.position)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,215 +273,17 @@ class Plan:
         """Bytes that each rank must send per step: exactly the pieces that have to move."""
         sent: dict[int, int] = dict.fromkeys(self.loads(), 0)
         for a in self.assignments:
-            request, block = a.request, a.request.matrix.block
-            itemsize = _ITEMSIZE[request.wire_dtype]
-            for holder, piece in request.source.pieces(block).items():
-                sent[holder] += (
-                    itemsize * piece.numel * sum(o != holder for o in a.gathers_to(holder))
-                )
-            for holder, piece in request.target.pieces(block).items():
-                for owner in a.served_by(holder):
-                    sent[owner] += itemsize * piece.numel * (owner != holder)
+            itemsize = _ITEMSIZE[a.request.wire_dtype]
+            for cargo in a.request.cargo:
+                for holder, piece in cargo.source.pieces(cargo.block).items():
+                    others = sum(owner != holder for owner in a.gathers_to(cargo, holder))
+                    sent[holder] += itemsize * piece.numel * others
+                for holder, piece in cargo.target.pieces(cargo.block).items():
+                    for owner in a.served_by(cargo, holder):
+                        sent[owner] += itemsize * piece.numel * (owner != holder)
         return sent
-
-    def describe(self, domain: Domain) -> Description:
-        """The matrices of a domain, as compared across its ranks."""
-        lines = {}
-        for number, bucket in enumerate(b for b in self.buckets if b.domain == domain):
-            for a in bucket.assignments:
-                r = a.request
-                owners = ", ".join(map(str, a.owners))
-                lines[str(r.matrix)] = (
-                    f"shape {r.target.shape}, {r.target} on ranks {r.target.ranks}, state "
-                    f"{r.source}, {r.wire_dtype}, {r.method}",
-                    f"owner {owners}, bucket {number}",
-                )
-        return lines
 
 
 def largest_first(domains: Iterable[Domain]) -> list[Domain]:
     """Order in which all ranks plan domains and make their groups."""
     return sorted(domains, key=lambda ranks: (-len(ranks), ranks))
-
-
-def digest(description: Description) -> bytes:
-    """SHA-256 of a description."""
-    text = "\n".join(f"{key}: {', '.join(lines)}" for key, lines in description.items())
-    return hashlib.sha256(text.encode()).digest()
-
-
-@dataclass(slots=True)
-class _Loads:
-    """Running cost and bytes of each rank while owners are chosen."""
-
-    cost: dict[int, float] = field(default_factory=lambda: defaultdict(float))
-    num_bytes: dict[int, float] = field(default_factory=lambda: defaultdict(float))
-
-
-def build_plan(
-    requests: Iterable[Request],
-    *,
-    bucket_bytes: int,
-    cost_model: CostModel | None = None,
-    repeat: bool = False,
-) -> Plan:
-    """Choose the owner of every matrix and cut the exchange into buckets.
-
-    Owners are chosen by longest processing time first (Graham 1969), then improved by moving and
-    swapping matrices away from the busiest rank.
-
-    Args:
-        requests: The matrices, in any order.
-        bucket_bytes: Bound on the bytes that one owner receives in one bucket; a larger matrix
-            travels alone.
-        cost_model: Cost of each matrix; FLOPs by default.
-        repeat: Orthogonalize once per *replica* instead of once in the whole job, which moves
-            nothing between replicas.
-
-    Returns:
-        The plan, equal for equal requests whatever their order.
-    """
-    model = cost_model or CostModel()
-    by_domain: dict[Domain, list[Request]] = defaultdict(list)
-    for request in requests:
-        by_domain[request.domain].append(request)
-    loads: dict[Domain, _Loads] = {}
-    buckets: list[Bucket] = []
-    for domain in largest_first(by_domain):
-        # Only loads that every rank of this domain knows may be carried into it.
-        known = [loads[d] for d in loads if set(d) >= set(domain)]
-        assignments = _assign(by_domain[domain], domain, model, known, repeat=repeat)
-        loads[domain] = _loads_of(assignments)
-        buckets += _fill_buckets(assignments, domain, bucket_bytes)
-    return Plan(tuple(buckets))
-
-
-def _assign(
-    requests: Sequence[Request],
-    domain: Domain,
-    model: CostModel,
-    known: Sequence[_Loads],
-    *,
-    repeat: bool,
-) -> list[Assignment]:
-    carried = _Loads()
-    for loads in known:
-        for rank in domain:
-            carried.cost[rank] += loads.cost[rank]
-            carried.num_bytes[rank] += loads.num_bytes[rank]
-    running = _Loads(carried.cost.copy(), carried.num_bytes.copy())
-    # Many matrices are of one kind.
-    kinds = {(r.matrix.shape, r.steps, r.ns_dtype) for r in requests}
-    cost_of = {kind: model.cost(*kind) for kind in kinds}
-    costs = {r.matrix: cost_of[r.matrix.shape, r.steps, r.ns_dtype] for r in requests}
-    heaviest_first = sorted(
-        requests,
-        key=lambda r: (-costs[r.matrix], r.method, sorted(r.matrix.shape), r.matrix.sort_key),
-    )
-    assignments = []
-    for request in heaviest_first:
-        held = request.source.pieces(request.matrix.block)
-        owner = min(request.candidates, key=lambda rank: _preference(rank, held, running))
-        # Mirrored owners run equal batches, so that replicas stay equal to the bit.
-        owners = request.target.copies(owner) if repeat else (owner,)
-        for rank in owners:
-            running.cost[rank] += costs[request.matrix]
-            running.num_bytes[rank] += request.num_bytes
-        assignments.append(Assignment(request, owners, costs[request.matrix]))
-    return _improve(assignments, carried.cost)
-
-
-def _preference(
-    rank: int, held: Mapping[int, Piece], running: _Loads
-) -> tuple[float, float, int, int]:
-    """Least loaded first; then who already holds most of the matrix."""
-    numel = held[rank].numel if rank in held else 0
-    return running.cost[rank], running.num_bytes[rank], -numel, rank
-
-
-def _loads_of(assignments: Iterable[Assignment]) -> _Loads:
-    loads = _Loads()
-    for a in assignments:
-        for owner in a.owners:
-            loads.cost[owner] += a.cost
-            loads.num_bytes[owner] += a.request.num_bytes
-    return loads
-
-
-def _improve(assignments: list[Assignment], carried: Mapping[int, float]) -> list[Assignment]:
-    """Move or swap matrices off the busiest rank while that lowers its load."""
-    result = list(assignments)
-    loads: dict[int, float] = defaultdict(float, carried)
-    owned: dict[int, list[int]] = defaultdict(list)
-    for i, a in enumerate(result):
-        for owner in a.owners:
-            loads[owner] += a.cost
-            if len(a.owners) == 1:
-                owned[owner].append(i)
-    for _ in range(_MAX_IMPROVEMENTS):
-        busiest = max(loads, key=lambda rank: (loads[rank], -rank))
-        change = _best_change(result, loads, owned, busiest)
-        if change is None:
-            break
-        give, take, other = change
-        for index, old, new in ((give, busiest, other), (take, other, busiest)):
-            if index is not None:
-                a = result[index]
-                result[index] = Assignment(a.request, (new,), a.cost)
-                owned[old].remove(index)
-                owned[new].append(index)
-                loads[old] -= a.cost
-                loads[new] += a.cost
-    return result
-
-
-def _best_change(
-    assignments: list[Assignment],
-    loads: dict[int, float],
-    owned: dict[int, list[int]],
-    busiest: int,
-) -> tuple[int, int | None, int] | None:
-    """The move (take None) or swap that lowers the larger of the two loads the most."""
-    best, best_peak = None, loads[busiest] * (1 - 1e-9)
-    for give in _one_per_cost(assignments, owned[busiest]):
-        mine = assignments[give]
-        others = [rank for rank in mine.request.candidates if rank != busiest]
-        for other in sorted(others, key=lambda rank: (loads[rank], rank))[:_MAX_PARTNERS]:
-            swaps = [
-                i
-                for i in _one_per_cost(assignments, owned[other])
-                if busiest in assignments[i].request.candidates
-            ]
-            for take in (None, *swaps):
-                saved = mine.cost - (0.0 if take is None else assignments[take].cost)
-                peak = max(loads[busiest] - saved, loads[other] + saved)
-                if peak < best_peak:
-                    best, best_peak = (give, take, other), peak
-    return best
-
-
-def _one_per_cost(assignments: list[Assignment], indices: Iterable[int]) -> list[int]:
-    """One index per cost, as matrices of equal cost are interchangeable."""
-    return list({assignments[i].cost: i for i in indices}.values())
-
-
-def _fill_buckets(
-    assignments: Sequence[Assignment], domain: Domain, bucket_bytes: int
-) -> list[Bucket]:
-    by_wire: dict[tuple[str, str], list[Assignment]] = defaultdict(list)
-    for a in assignments:
-        by_wire[a.request.wire_dtype, a.request.device_type].append(a)
-    buckets = []
-    for wire in sorted(by_wire):
-        current: list[Assignment] = []
-        received: dict[int, int] = defaultdict(int)
-        for a in by_wire[wire]:
-            size = a.request.num_bytes
-            if any(received[o] and received[o] + size > bucket_bytes for o in a.owners):
-                buckets.append(Bucket(domain, *wire, tuple(current)))
-                current, received = [], defaultdict(int)
-            current.append(a)
-            for owner in a.owners:
-                received[owner] += size
-        buckets.append(Bucket(domain, *wire, tuple(current)))
-    return buckets

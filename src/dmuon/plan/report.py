@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dmuon.algorithms.update import lr_scale
 from dmuon.plan.plan import Plan
 
 
@@ -22,7 +21,7 @@ class ReportRow:
         parameter: Fully qualified name.
         shape: Logical shape.
         layout: Mesh and placements, or "plain".
-        algorithm: "muon" or "adamw".
+        algorithm: What optimizes it, such as "muon" or "adamw".
         rule: Why it is routed so.
         matrices: How many matrices of which shape; empty for AdamW.
         owners: Ranks that orthogonalize them, each with how many.
@@ -72,16 +71,21 @@ class Report:
 
 
 def build_report(
-    named_params: Iterable[tuple[str, Tensor, Mapping[str, Any]]], plan: Plan
+    plan: Plan, named_params: Iterable[tuple[str, Tensor, Mapping[str, Any]]]
 ) -> Report:
     """Describe named parameters with their groups under a plan."""
     owners: dict[str, Counter[int]] = defaultdict(Counter)
     shapes: dict[str, Counter[tuple[int, int]]] = defaultdict(Counter)
+    scales: dict[str, dict[float, None]] = defaultdict(dict)
     for a in plan.assignments:
         matrix = a.request.matrix
         owners[matrix.fqn].update(a.owners)
         shapes[matrix.fqn][matrix.shape] += 1
-    rows = [_row(fqn, param, group, shapes[fqn], owners[fqn]) for fqn, param, group in named_params]
+        scales[matrix.fqn][a.request.scale] = None
+    rows = [
+        _row(fqn, param, group, shapes[fqn], owners[fqn], scales[fqn])
+        for fqn, param, group in named_params
+    ]
     loads, sent = plan.loads(), plan.bytes_sent()
     total = sum(loads.values()) or 1.0
     return Report(
@@ -99,13 +103,13 @@ def _row(
     group: Mapping[str, Any],
     shapes: Counter[tuple[int, int]],
     owners: Counter[int],
+    scales: Iterable[float],
 ) -> ReportRow:
-    scales = dict.fromkeys(lr_scale(group["adjust_lr_fn"], shape) for shape in shapes)
     return ReportRow(
         parameter=fqn,
         shape=_by(param.shape),
         layout=_layout(param),
-        algorithm="muon" if group["use_muon"] else "adamw",
+        algorithm=group["algorithm"],
         rule=group["rule"],
         matrices=", ".join(f"{count} of {_by(shape)}" for shape, count in shapes.items()),
         owners=", ".join(f"{rank} ({count})" for rank, count in sorted(owners.items())),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dmuon.layout.layout import read_layout
-from dmuon.options import ROUTING_DEFAULTS, check_hyperparameters, param_names
+from dmuon.algorithms import ALGORITHMS
+from dmuon.layout.placements import read_layout
+from dmuon.options import ROUTING_DEFAULTS, check_hyperparameters, param_names, plain_values
+from dmuon.state.initial import MASTER
 
-_MODEL_FACTS = ("param_names", *ROUTING_DEFAULTS)
+_MODEL_FACTS = ("param_names", "algorithm", *ROUTING_DEFAULTS)
 _FUNCTION = "function "
 
 
@@ -33,12 +35,21 @@ class Fitted:
     tensor: Tensor
 
 
+def unwrap_fitted_(state: Mapping[Tensor, dict[str, Any]]) -> None:
+    """Put the tensors in the places of `Fitted`, once torch has loaded them.
+
+    Modifies: `state`.
+    """
+    for values in state.values():
+        values.update({k: v.tensor for k, v in values.items() if isinstance(v, Fitted)})
+
+
 def pack_group(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a group of a state dict with values that every kind of checkpoint can hold.
 
     `get_optimizer_state_dict` refuses a dtype, and no pickle holds a lambda.
     """
-    packed = dict(group)
+    packed = plain_values(group)
     if packed["ns_dtype"] is not None:
         packed["ns_dtype"] = str(packed["ns_dtype"]).removeprefix("torch.")
     scale = packed["adjust_lr_fn"]
@@ -77,7 +88,8 @@ def fit_state_dict(
         names = param_names(group, number)
         for key, name, param in zip(saved["params"], names, group["params"], strict=True):
             if key in state:
-                state[key] = _fit_state(name, state[key], state_of(param, group))
+                keys = ALGORITHMS[group["algorithm"]].state
+                state[key] = _fit_state(name, state[key], state_of(param, group), keys)
     return {**state_dict, "state": state, "param_groups": merged}
 
 
@@ -103,11 +115,13 @@ def _check_order(
 def _merge_group(saved: Mapping[str, Any], group: Mapping[str, Any], number: int) -> dict[str, Any]:
     """Hyperparameters as saved; facts about the model, and what was not saved, as they are."""
     where = f"parameter group {number}"
-    if saved.get("use_muon", group["use_muon"]) != group["use_muon"]:
-        was, now = ("Muon", "AdamW") if saved["use_muon"] else ("AdamW", "Muon")
+    # Before 0.2 a group had only one of two algorithms, and `use_muon` said which.
+    names = {True: "muon", False: "adamw", None: group["algorithm"]}
+    was = saved.get("algorithm", names[saved.get("use_muon")])
+    if was != group["algorithm"]:
         raise ValueError(
-            f"{where}: it was saved as {was} and is {now} now; route its parameters as when the "
-            "checkpoint was written"
+            f"{where}: it was saved as {was} and is {group['algorithm']} now; route its parameters "
+            "as when the checkpoint was written"
         )
     if not saved.keys() - {"params"}:
         warnings.warn(
@@ -137,24 +151,29 @@ def _merge_group(saved: Mapping[str, Any], group: Mapping[str, Any], number: int
 
 
 def _fit_state(
-    name: str, saved: Mapping[str, Any], state: Mapping[str, Tensor]
-) -> dict[str, Fitted]:
-    """The saved state of one parameter; empty if none was saved, so that it starts afresh."""
+    name: str, saved: Mapping[str, Any], state: Mapping[str, Tensor], keys: Iterable[str]
+) -> dict[str, Any]:
+    """The saved state of one parameter; empty if none was saved, so that it starts afresh.
+
+    What others keep beside it is left to torch.
+    """
     # A flattened state dict gives an empty dict for what was not saved.
     found = {key for key, value in saved.items() if not isinstance(value, Mapping)}
-    missing = sorted({*state} - found - {"master_weight"})
-    if not found:
-        return {}
+    missing = sorted({*keys} - found)
+    if not found & state.keys():
+        return {key: saved[key] for key in found}
     if missing:
         raise ValueError(
             f"{name}: the checkpoint has {', '.join(sorted(found))} for it but not "
             f"{', '.join(missing)}; route it to Muon or AdamW as when the checkpoint was written, "
             "or remove its entry from the checkpoint to start its state afresh"
         )
-    return {
+    ours = {key: like for key, like in state.items() if key in (*keys, MASTER)}
+    fitted = {
         key: Fitted(_fit(f"{name}: {key}", saved[key], like) if key in found else like)
-        for key, like in state.items()
+        for key, like in ours.items()
     }
+    return {**{key: saved[key] for key in found - ours.keys()}, **fitted}
 
 
 def _fit(name: str, value: Any, like: Tensor) -> Tensor:  # noqa: ANN401 - a number or a tensor

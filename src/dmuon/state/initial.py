@@ -2,45 +2,83 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, zeros
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from dmuon.algorithms import adamw
+from dmuon.algorithms import ALGORITHMS, StateKind
+from dmuon.layout.placements import layout_on
+from dmuon.options import Settings
+
+HALF = (torch.bfloat16, torch.float16)
+# State that is made only where it is asked for; any algorithm can have it.
+MASTER = "master_weight"
 
 
-def new_state(
-    param: Tensor,
-    *,
-    use_muon: bool,
-    master_weights: bool,
-    shard_over: dist.ProcessGroup | None,
-) -> dict[str, Tensor]:
+def new_state(param: Tensor, group: Mapping[str, Any], settings: Settings) -> dict[str, Tensor]:
     """Make the state of a parameter that has taken no step.
 
     Args:
         param: The parameter.
-        use_muon: `momentum_buffer`; else `step`, `exp_avg` and `exp_avg_sq`.
-        master_weights: Keep a float32 `master_weight` if the parameter is bfloat16 or float16; the
-            other state is then float32 too.
-        shard_over: Ranks over which the momentum of a plain, replicated parameter is sharded.
+        group: Its group, which names the algorithm and says where its matrices lie.
+        settings: Whether a bfloat16 or float16 parameter has a float32 `master_weight`, the other
+            state being float32 too; whether momentum of a replicated parameter is sharded.
     """
+    algorithm = ALGORITHMS[group["algorithm"]]
     master = {}
-    if master_weights and param.dtype in (torch.bfloat16, torch.float16):
+    if settings.master_weights and param.dtype in HALF:
         param = param.detach().to(torch.float32)
-        master = {"master_weight": param}
-    if not use_muon:
-        return {**adamw.new_state(param), **master}
-    if shard_over is None or isinstance(param, DTensor):
-        momentum = torch.zeros_like(param, memory_format=torch.preserve_format)
-    else:
-        mesh = DeviceMesh.from_group(shard_over, param.device.type)
-        momentum = cast(
-            "Tensor",
-            zeros(param.shape, dtype=param.dtype, device_mesh=mesh, placements=[Shard(0)]),
-        )
-    return {"momentum_buffer": momentum, **master}
+        master = {MASTER: param}
+    elements = torch.zeros_like(param, memory_format=torch.preserve_format)
+    if algorithm.matrices and settings.shard_state and not isinstance(param, DTensor):
+        assert settings.process_group is not None
+        mesh = DeviceMesh.from_group(settings.process_group, param.device.type)
+        elements = _zeros(param.shape, mesh, [Shard(0)], dtype=param.dtype, device=param.device)
+    make = {
+        StateKind.ELEMENTS: lambda: torch.zeros_like(elements),
+        StateKind.ROWS: lambda: _zero_rows(elements, group),
+        StateKind.COUNT: lambda: torch.zeros((), dtype=torch.float32, device="cpu"),
+    }
+    return {**{key: make[kind]() for key, kind in algorithm.state.items()}, **master}
+
+
+def _zero_rows(elements: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """One value per row of each matrix of a parameter, (*batch, rows, blocks side by side)."""
+    row_dim = 0 if group["flatten"] else elements.ndim - 2
+    sizes, dim = group["split"] or ((), 0)
+    shape = torch.Size((*elements.shape[: row_dim + 1], len(sizes) if dim == 1 else 1))
+    dtype = torch.promote_types(elements.dtype, torch.float32)
+    if not isinstance(elements, DTensor):
+        return torch.zeros(shape, dtype=dtype, device=elements.device)
+    placements: list[Placement] = [
+        placement if getattr(placement, "dim", elements.ndim) <= row_dim else Replicate()
+        for placement in elements.placements
+    ]
+    device = elements.to_local().device
+    return _zeros(shape, elements.device_mesh, placements, dtype=dtype, device=device)
+
+
+def _zeros(
+    shape: torch.Size,
+    mesh: DeviceMesh,
+    placements: list[Placement],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> DTensor:
+    """A DTensor of zeros, also where torch's own factory does not know the placements."""
+    layout, rank = layout_on(mesh, placements, shape, "state"), dist.get_rank()
+    local_shape = layout.local_shape(rank) if rank in layout.ranks else (0,)
+    return DTensor.from_local(
+        torch.zeros(local_shape, dtype=dtype, device=device),
+        mesh,
+        placements,
+        run_check=False,
+        shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
+    )

@@ -1,51 +1,45 @@
-"""One bucket's life, and the driver that overlaps buckets.
-
-A bucket's life reads top to bottom: momentum, gather, orthogonalize, scatter, apply. It yields
-where it would wait, so that the next bucket travels while this one is orthogonalized.
-"""
+"""One bucket's life, which reads top to bottom and yields where it would wait."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dmuon.algorithms.update import apply_, lr_scale, momentum_, nesterov
-from dmuon.layout.matrices import Piece, Runs
-from dmuon.newton_schulz import (
-    Method,
-    exact_arithmetic,
-    orthogonalize_stack,
-    resolve_coefficients,
-)
-from dmuon.plan.batches import batch_shapes, resolve_backend
-from dmuon.plan.cost import Timings
-from dmuon.plan.plan import Assignment, Bucket, Itinerary, Leg
+from dmuon.algorithms import Algorithm, StateKind
+from dmuon.newton_schulz import Backend, Method, exact_arithmetic, orthogonalize_stack
+from dmuon.plan.copies import Copy
+from dmuon.plan.program import Batch, Flat, Program, Slab
+from dmuon.step.buffers import collect, copy_, flatten, packed, unflatten, unpacked
+from dmuon.step.parameters import PlannedParam
 from dmuon.transport.exchange import Exchange
 
 Life = Iterator[None]
-_DONE = object()
+# A flat buffer with copies that are taken from it.
+Source = tuple[Tensor, Sequence[Copy]]
 
 
 @dataclass(frozen=True, slots=True)
-class LocalShard:
-    """What this rank stores of one Muon parameter, as local tensors.
+class Shards:
+    """What this rank stores of every parameter that takes part in a step, by name.
 
     Attributes:
-        param: Shard of the parameter.
-        momentum: Shard of `momentum_buffer`.
-        grad: Gradient, cut as the momentum is.
-        group: Its parameter group, read afresh every step.
+        weights: Local parameters, or master weights.
+        grads: Local gradients, cut as the momentum is.
+        states: Local state, by key and name.
     """
 
-    param: Tensor
-    momentum: Tensor
-    grad: Tensor
-    group: Mapping[str, Any]
+    weights: Mapping[str, Tensor]
+    grads: Mapping[str, Tensor]
+    states: Mapping[str, Mapping[str, Tensor]]
+
+    def cut(self, slabs: Iterable[Slab], tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        """The part of local tensors that each slab is."""
+        return [tensors[s.fqn][s.index] if s.index else tensors[s.fqn] for s in slabs]
 
 
 @dataclass(slots=True)
@@ -63,194 +57,251 @@ class StepStats:
     num_collectives: int = 0
 
 
-def drive(lives: Iterable[Life]) -> None:
-    """Start each life before the one ahead of it goes on, and that before the one ahead of it.
+@dataclass(frozen=True, slots=True)
+class Members:
+    """Slabs of one flat buffer that one foreach call can take: one group, one scale."""
 
-    So one bucket is gathered while another is orthogonalized and the result of a third returns. The
-    order of a domain's exchanges is the same on all its ranks.
-    """
-    live: list[Life] = []
-    for life in lives:
-        live = [each for each in (life, *live) if next(each, _DONE) is not _DONE]
-    while live:
-        live = [each for each in live if next(each, _DONE) is not _DONE]
-
-
-def bucket_life(
-    part: Itinerary,
-    shards: Mapping[str, LocalShard],
-    *,
-    exchange: Exchange,
-    device: torch.device,
-    tuning: Timings,
-    stats: StepStats,
-) -> Life:
-    """Take one bucket through the step.
-
-    Args:
-        part: This rank's part in the bucket.
-        shards: Local tensors of every parameter in the bucket, by name.
-        exchange: Transport.
-        device: Where matrices travel and are orthogonalized.
-        tuning: Measured choices of the autotuner; may be empty.
-        stats: Counts the matrices that this rank orthogonalizes.
-    """
-    local = _LocalBucket(part.bucket, shards)
-    gather, scatter = part.gather, part.scatter
-
-    inputs = local.momentum(part.held, {leg.position for leg in (*gather.sends, *gather.kept)})
-    sends = [inputs[leg.position] for leg in gather.sends]
-    flight = exchange.launch(part.bucket, gather, sends, device)
-    yield
-    pieces = [*zip(gather.receives, flight.wait(), strict=True)]
-    pieces += [(leg, inputs[leg.position]) for leg in gather.kept]
-    stacks = local.assemble(pieces, device, tuning)
-    # Scratch is bounded by the bucket: no buffer outlives its stage.
-    del inputs, sends, pieces, flight
-    results = local.orthogonalize(stacks, tuning)
-    stats.ns_matrices += len(results)
-
-    sends = [_cut(results[leg.position], leg.piece) for leg in scatter.sends]
-    flight = exchange.launch(part.bucket, scatter, sends, device)
-    local.apply((leg, _cut(results[leg.position], leg.piece)) for leg in scatter.kept)
-    del results, sends
-    yield
-    local.apply(zip(scatter.receives, flight.wait(), strict=True))
+    group: dict[str, Any]
+    algorithm: Algorithm
+    scale: float
+    indices: tuple[int, ...]
+    slabs: tuple[Slab, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _LocalBucket:
-    """A bucket with this rank's shards: every stage that is local."""
+class BatchRun:
+    """How a batch is orthogonalized here: what follows from its group and this rank's device."""
 
-    bucket: Bucket
-    shards: Mapping[str, LocalShard]
+    method: Method
+    backend: Backend
+    parts: int
+    group: dict[str, Any]
+    finish: Callable[[Tensor, Mapping[str, Tensor], Mapping[str, Any]], None] | None
 
-    def assignment(self, position: int) -> Assignment:
-        return self.bucket.assignments[position]
 
-    def shard(self, position: int) -> LocalShard:
-        return self.shards[self.assignment(position).request.matrix.fqn]
+@dataclass(frozen=True, slots=True)
+class LocalBucket:
+    """A program bound to this rank's groups, device and backends.
 
-    def momentum(self, held: Mapping[int, Piece], wanted: set[int]) -> dict[int, Tensor]:
-        """Advance the momentum of all held pieces; return those wanted for orthogonalization."""
-        inputs: dict[int, Tensor] = {}
-        for group, positions in self._by_group(held):
-            index = {i: held[i].index for i in positions}
-            buffers = {i: self.shard(i).momentum[index[i]] for i in positions}
-            grads = {i: self.shard(i).grad[index[i]].to(buffers[i].dtype) for i in positions}
-            momentum_([*buffers.values()], [*grads.values()], group["momentum"])
-            ready = {i: buffer for i, buffer in buffers.items() if i in wanted}
-            if group["nesterov"]:
-                ahead = nesterov([*ready.values()], [grads[i] for i in ready], group["momentum"])
-                ready = dict(zip(ready, ahead, strict=True))
-            inputs |= {i: tensor.reshape(held[i].shape) for i, tensor in ready.items()}
-        return inputs
+    Attributes:
+        program: The program.
+        device: Where the bucket travels and its matrices are orthogonalized.
+        dtype: dtype of the wire.
+        state_dtype: dtype of state that travels.
+        idle: Members of `program.idle`.
+        inputs: Members of `program.inputs`.
+        stays: Members of `program.stays`.
+        arrivals: Members of `program.arrivals`.
+        batches: How each batch of the program runs.
+    """
 
-    def assemble(
-        self, pieces: Iterable[tuple[Leg, Tensor]], device: torch.device, tuning: Timings
-    ) -> list[tuple[list[int], Tensor]]:
-        """Stack the matrices that this rank owns, equal shapes and methods together, wide."""
-        by_position: dict[int, list[tuple[Piece, Tensor]]] = defaultdict(list)
-        for leg, tensor in pieces:
-            by_position[leg.position].append((leg.piece, tensor))
-        methods: dict[str, list[int]] = defaultdict(list)
-        for i in sorted(by_position):
-            methods[self.assignment(i).request.method].append(i)
-        wire_dtype = getattr(torch, self.bucket.wire_dtype)
-        found = []
-        for members in methods.values():
-            requests = [self.assignment(i).request for i in members]
-            shapes, steps = [r.matrix.shape for r in requests], requests[0].steps
-            dtype = requests[0].ns_dtype
-            for target, indices in batch_shapes(shapes, tuning, dtype=dtype, steps=steps):
-                positions = [members[index] for index in indices]
-                stack = torch.zeros((len(positions), *target), dtype=wire_dtype, device=device)
-                _paste(self._views(stack, positions), by_position)
-                found.append((positions, stack))
-        return found
+    program: Program
+    device: torch.device
+    dtype: torch.dtype
+    state_dtype: torch.dtype
+    idle: tuple[Members, ...]
+    inputs: tuple[Members, ...]
+    stays: tuple[Members, ...]
+    arrivals: tuple[Members, ...]
+    batches: tuple[BatchRun, ...]
 
-    def orthogonalize(
-        self, stacks: list[tuple[list[int], Tensor]], tuning: Timings
-    ) -> dict[int, Tensor]:
-        """Orthogonalize the stacks, taking each from the list; the matrices, by position."""
-        results: dict[int, Tensor] = {}
-        while stacks:
-            positions, stack = stacks.pop(0)
-            group = self.shard(positions[0]).group
-            request = self.assignment(positions[0]).request
-            method = Method(
-                resolve_coefficients(group["ns_coefficients"], group["ns_steps"]),
-                group["eps"],
-                getattr(torch, request.ns_dtype),
+    @classmethod
+    def bind(
+        cls,
+        program: Program,
+        params: Mapping[str, PlannedParam],
+        device: torch.device,
+        choose: Callable[[Method, tuple[int, int, int]], tuple[Backend, int]],
+    ) -> LocalBucket:
+        """Look up all that a step would otherwise look up.
+
+        Args:
+            program: The program.
+            params: Parameters by name.
+            device: Where the bucket travels.
+            choose: Gives the backend and the number of parts for a stack.
+        """
+        fqns = {slab.fqn for slab in (*program.inputs.slabs, *program.idle)}
+        rows = {params[fqn].state[key].dtype for fqn in fqns for key in params[fqn].rows}
+        batches = []
+        for batch in program.batches:
+            first, method = params[batch.request.matrix.fqn], batch.request.method
+            assert isinstance(method, Method)
+            assert first.algorithm.matrices
+            backend, parts = choose(method, batch.stacks[""].shape)
+            finish = first.algorithm.matrices.finish
+            batches.append(BatchRun(method, backend, parts, first.group, finish))
+        idle, inputs, stays, arrivals = (
+            tuple(_members(slabs, params))
+            for slabs in (
+                program.idle,
+                program.inputs.slabs,
+                program.stays.slabs,
+                program.arrivals.slabs,
             )
-            batch, rows, columns = stack.shape
-            resolved = resolve_backend(method, tuning, batch, (rows, columns), stack.device)
-            with exact_arithmetic(stack.device.type):
-                stack = orthogonalize_stack(stack, method, *resolved)
-            results |= self._views(stack, positions)
-        return results
+        )
+        return cls(
+            program,
+            device,
+            dtype=getattr(torch, program.bucket.wire_dtype),
+            state_dtype=rows.pop() if rows else torch.float32,
+            idle=idle,
+            inputs=inputs,
+            stays=stays,
+            arrivals=arrivals,
+            batches=tuple(batches),
+        )
 
-    def apply(self, updates: Iterable[tuple[Leg, Tensor]]) -> None:
-        """Decay this rank's pieces and step along their updates."""
-        by_position = {leg.position: (leg.piece, update) for leg, update in updates}
-        for group, positions in self._by_group(by_position):
-            params, steps, scales = [], [], []
-            for i in positions:
-                piece, update = by_position[i]
-                param = self.shard(i).param[piece.index]
-                params.append(param)
-                steps.append(update.reshape(param.shape).to(param.device))
-                shape = self.assignment(i).request.matrix.shape
-                scales.append(lr_scale(group["adjust_lr_fn"], shape))
-            apply_(params, steps, scales, lr=group["lr"], weight_decay=group["weight_decay"])
+    def advance(self, shards: Shards) -> Tensor:
+        """Take the gradients into the state; return what is orthogonalized, flat."""
+        for members in self.idle:
+            _advance(members, shards)
+        flat = self.program.inputs
+        tensors: dict[int, Tensor] = {}
+        for members in self.inputs:
+            grads, states = _advance(members, shards)
+            assert members.algorithm.matrices
+            found = members.algorithm.matrices.inputs(grads, states, members.group)
+            tensors |= zip(members.indices, found, strict=True)
+        for i, slab in enumerate(flat.slabs):
+            if slab.key:
+                (tensors[i],) = shards.cut([slab], shards.states[slab.key])
+        ordered = [tensors[i] for i in range(len(flat.slabs))]
+        return flatten(ordered, flat, self.dtype, self.device)
 
-    def _by_group(self, positions: Iterable[int]) -> Iterator[tuple[Mapping[str, Any], list[int]]]:
-        """Positions that share hyperparameters."""
-        members: dict[int, list[int]] = defaultdict(list)
-        for i in positions:
-            members[id(self.shard(i).group)].append(i)
-        for found in members.values():
-            yield self.shard(found[0]).group, found
+    def assemble(self, inbox: Tensor, inputs: Tensor) -> list[dict[str, Tensor]]:
+        """Fill the stacks of each batch, by key."""
+        return [
+            {
+                key: self.collect(
+                    math.prod(stack.shape),
+                    [(inbox, stack.received), (inputs, stack.kept)],
+                    is_padded=batch.is_padded,
+                ).view(stack.shape)
+                for key, stack in batch.stacks.items()
+            }
+            for batch in self.program.batches
+        ]
 
-    def _views(self, stack: Tensor, positions: list[int]) -> dict[int, Tensor]:
-        """Each matrix in its own orientation and size, as a view of a stack of wide ones."""
-        return {
-            i: view_like(self.assignment(i).request.matrix.shape, wide)
-            for i, wide in zip(positions, stack.unbind(), strict=True)
-        }
+    def orthogonalize(self, stacks: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+        """Orthogonalize each batch, taking it from the list; the results, flat, by key."""
+        with exact_arithmetic(self.device.type):
+            return [
+                self._orthogonalize(batch, run, stacks.pop(0))
+                for batch, run in zip(self.program.batches, self.batches, strict=True)
+            ]
+
+    def _orthogonalize(
+        self, batch: Batch, run: BatchRun, stacks: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        result_BMN = orthogonalize_stack(stacks.pop(""), run.method, run.backend, run.parts)
+        if run.finish:
+            states = {key: unpacked(stack, self.state_dtype) for key, stack in stacks.items()}
+            run.finish(result_BMN.mT if batch.is_tall else result_BMN, states, run.group)
+            stacks = {key: packed(state, self.dtype) for key, state in states.items()}
+        return {key: stack.reshape(-1) for key, stack in {"": result_BMN, **stacks}.items()}
+
+    def results(self, found: Sequence[Mapping[str, Tensor]], way: str) -> list[Source]:
+        """Results with the copies that take them one way: "sent", "stays" or "arrives"."""
+        pairs = [
+            (flat, getattr(batch.stacks[key], way))
+            for batch, flats in zip(self.program.batches, found, strict=True)
+            for key, flat in flats.items()
+        ]
+        return [(flat, copies) for flat, copies in pairs if copies]
+
+    def apply(self, flat: Flat, grouped: Sequence[Members], buffer: Tensor, shards: Shards) -> None:
+        """Take the step along the updates of some slabs, and store their new state."""
+        updates = unflatten(buffer, flat, self.state_dtype)
+        for members in grouped:
+            params = shards.cut(members.slabs, shards.weights)
+            steps = [updates[i] for i in members.indices]
+            if params[0].device != self.device:  # offloaded
+                steps = [step.to(param.device) for step, param in zip(steps, params, strict=True)]
+            assert members.algorithm.matrices
+            members.algorithm.matrices.apply(
+                params,
+                steps,
+                scale=members.scale,
+                lr=members.group["lr"],
+                weight_decay=members.group["weight_decay"],
+            )
+        for slab, update in zip(flat.slabs, updates, strict=True):
+            if slab.key:
+                shards.cut([slab], shards.states[slab.key])[0].copy_(update)
+
+    def collect(
+        self,
+        numel: int,
+        sources: Iterable[Source],
+        *,
+        is_padded: bool = False,
+    ) -> Tensor:
+        """A flat buffer of the wire's dtype; see `dmuon.step.buffers.collect`."""
+        return collect(numel, sources, dtype=self.dtype, device=self.device, is_padded=is_padded)
 
 
-def view_like(shape: Sequence[int], wide: Tensor) -> Tensor:
-    """View a matrix of `shape` in the padded wide matrix (M, N) that holds it, or its transpose."""
-    small, large = sorted(shape)
-    view = wide[:small, :large]
-    return view.mT if shape[0] > shape[1] else view
+def bucket_life(local: LocalBucket, shards: Shards, exchange: Exchange, stats: StepStats) -> Life:
+    """Take one bucket through the step.
+
+    Args:
+        local: This rank's part in the bucket.
+        shards: Local tensors of every parameter in it.
+        exchange: Transport.
+        stats: Counts the matrices that this rank orthogonalizes.
+    """
+    program = local.program
+    domain = program.bucket.domain
+
+    inputs = local.advance(shards)
+    outbox = local.collect(program.gather.num_sent, [(inputs, program.pack)])
+    flight = exchange.launch(domain, program.gather, outbox)
+    del outbox
+    yield
+    stacks = local.assemble(flight.wait(), inputs)
+    # Scratch is bounded by the bucket: no buffer outlives its stage.
+    del inputs, flight
+    found = local.orthogonalize(stacks)
+    stats.ns_matrices += program.num_matrices
+
+    outbox = local.collect(program.scatter.num_sent, local.results(found, "sent"))
+    stays = local.collect(program.stays.numel, local.results(found, "stays"))
+    kept = local.results(found, "arrives")
+    arrivals = local.collect(program.arrivals.numel, kept) if kept else None
+    flight = exchange.launch(domain, program.scatter, outbox)
+    del found, kept, outbox
+    local.apply(program.stays, local.stays, stays, shards)
+    del stays
+    yield
+    inbox = flight.wait()
+    if arrivals is None:
+        arrivals = local.collect(program.arrivals.numel, [(inbox, program.unpack)])
+    else:
+        copy_(arrivals, inbox, program.unpack)
+    local.apply(program.arrivals, local.arrivals, arrivals, shards)
 
 
-def _spans(runs: Runs) -> Iterator[tuple[slice, slice]]:
-    """For each run, where it lies in the piece and where in the matrix."""
-    position = 0
-    for start, stop in runs:
-        yield slice(position, position + stop - start), slice(start, stop)
-        position += stop - start
+def _members(slabs: Sequence[Slab], params: Mapping[str, PlannedParam]) -> Iterator[Members]:
+    """Slabs of matrices that share a group and a scale."""
+    found: dict[tuple[int, float], list[int]] = {}
+    for i, slab in enumerate(slabs):
+        if not slab.key:
+            found.setdefault((id(params[slab.fqn].group), slab.scale), []).append(i)
+    for (_, scale), indices in found.items():
+        first = params[slabs[indices[0]].fqn]
+        chosen = tuple(slabs[i] for i in indices)
+        yield Members(first.group, first.algorithm, scale, tuple(indices), chosen)
 
 
-def _paste(
-    matrices: Mapping[int, Tensor], by_position: Mapping[int, list[tuple[Piece, Tensor]]]
-) -> None:
-    targets, sources = [], []
-    for i, matrix in matrices.items():
-        for piece, tensor in by_position[i]:
-            source = tensor.reshape(piece.shape)
-            for piece_rows, rows in _spans(piece.rows):
-                for piece_cols, cols in _spans(piece.cols):
-                    targets.append(matrix[rows, cols])
-                    sources.append(source[piece_rows, piece_cols])
-    torch._foreach_copy_(targets, sources)
-
-
-def _cut(matrix: Tensor, piece: Piece) -> Tensor:
-    rows = [matrix[slice(*run)] for run in piece.rows]
-    strip = rows[0] if len(rows) == 1 else torch.cat(rows)
-    cols = [strip[:, slice(*run)] for run in piece.cols]
-    return cols[0] if len(cols) == 1 else torch.cat(cols, dim=1)
+def _advance(members: Members, shards: Shards) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+    """Advance the state of slabs; return their gradients, in the dtype of the state, and state."""
+    assert members.algorithm.matrices
+    keys = members.algorithm.keys(StateKind.ELEMENTS)
+    states = {key: shards.cut(members.slabs, shards.states[key]) for key in keys}
+    likes = next(iter(states.values()))
+    grads = [
+        grad if grad.dtype == like.dtype else grad.to(like.dtype)
+        for grad, like in zip(shards.cut(members.slabs, shards.grads), likes, strict=True)
+    ]
+    members.algorithm.matrices.advance(grads, states, members.group)
+    return grads, states

@@ -1,0 +1,55 @@
+"""What algorithms are made of: elementwise stages on lists of local tensors.
+
+Momentum runs before the exchange; decay and the scaled step after it. All of it is elementwise,
+so the result does not depend on how a matrix is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def momentum_(buffers: Sequence[Tensor], grads: Sequence[Tensor], momentum: float) -> None:
+    """Advance momentum: `B <- momentum B + (1 - momentum) G`, an exponential moving average.
+
+    This is the convention of `torch.optim.Muon`. The other one in use, `B <- momentum B + G`,
+    keeps a buffer that is `1 / (1 - momentum)` times larger.
+
+    Modifies: `buffers`.
+    """
+    if buffers:
+        torch._foreach_lerp_(list(buffers), list(grads), 1 - momentum)
+
+
+def nesterov(buffers: Sequence[Tensor], grads: Sequence[Tensor], momentum: float) -> list[Tensor]:
+    """Look ahead: `(1 - momentum) G + momentum B`, with the momentum already advanced."""
+    if not buffers:
+        return []
+    return list(torch._foreach_lerp(list(grads), list(buffers), momentum))
+
+
+def apply_(
+    params: Sequence[Tensor],
+    updates: Sequence[Tensor],
+    *,
+    scale: float,
+    lr: float | Tensor,
+    weight_decay: float | Tensor,
+) -> None:
+    """Take the step: `W <- W (1 - lr weight_decay) - lr scale O`, decay with the unscaled lr.
+
+    Modifies: `params`, and `updates` as scratch.
+    """
+    if not params:
+        return
+    if isinstance(lr, Tensor):
+        lr = lr.reshape(())
+    torch._foreach_mul_(list(params), 1 - lr * weight_decay)
+    if isinstance(lr, Tensor):
+        torch._foreach_mul_(list(updates), lr)
+        torch._foreach_add_(list(params), list(updates), alpha=-scale)
+    else:
+        torch._foreach_add_(list(params), list(updates), alpha=-lr * scale)

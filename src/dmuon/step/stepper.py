@@ -1,0 +1,211 @@
+"""One optimizer's steps: plan when something has changed, agree, run."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dmuon.layout.local import local
+from dmuon.options import Settings
+from dmuon.plan.cost import Timings
+from dmuon.plan.plan import Domain
+from dmuon.state.initial import MASTER
+from dmuon.state.masters import refresh_, store_
+from dmuon.step.bucket import Life, StepStats, bucket_life
+from dmuon.step.driver import drive
+from dmuon.step.nonfinite import nonfinite_param
+from dmuon.step.parameters import NamedParam, domains_of, signature
+from dmuon.step.planned import Planned
+from dmuon.step.planner import existing_groups, make_planned
+from dmuon.step.tuning import measure_together
+from dmuon.transport.exchange import Exchange
+from dmuon.transport.settle import settle_gradients
+from dmuon.tuning.measure import timings_allowed
+
+Named = Callable[[], list[NamedParam]]
+State = Callable[[], Mapping[Tensor, Mapping[str, Tensor]]]
+
+
+def eager(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Run `step` as it is under `torch.compile`, which would trace the planner.
+
+    `torch.compiler.disable` as a decorator would make `import dmuon` import the compiler.
+    """
+
+    @functools.wraps(step)
+    def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - step's own
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(step)(*args, **kwargs)
+        return step(*args, **kwargs)
+
+    return run
+
+
+def _unknown(_: Domain) -> Any:  # noqa: ANN401 - never asked of a rank that has a problem
+    raise AssertionError("a rank without a plan has a problem")
+
+
+class Stepper:
+    """Keeps the plan, the exchange and the measured times of one optimizer.
+
+    Args:
+        settings: What the optimizer was made with.
+        named: Gives its parameters, with names and groups.
+        state: Gives its state.
+        check: Checks its groups and brings its state up to its parameters.
+
+    Attributes:
+        settings: As given; after `tune` with what was measured.
+    """
+
+    def __init__(
+        self, settings: Settings, named: Named, state: State, check: Callable[[], None]
+    ) -> None:
+        self.settings = settings
+        self._named, self._state, self._check = named, state, check
+        self._exchange = Exchange()
+        self._domains: list[Domain] = []
+        self._planned: Planned | None = None
+        self._trained: set[int] = set()
+
+    def step(self) -> StepStats | None:
+        """Take one step; None if it was skipped on all ranks.
+
+        Collective: all ranks of each domain.
+        """
+        planned, absent = self._agree()
+        if self._must_measure(planned):
+            self.tune()
+            planned, absent = self._agree()
+        self._check_any(planned, absent)
+        return None if self._skips(planned) else self._run(planned, absent)
+
+    def plan(self) -> Planned:
+        """Make the plan for the parameters as they are now; other ranks are not asked.
+
+        Raises:
+            ValueError: One of them cannot be optimized.
+        """
+        self._check()
+        named, rank = self._named(), dist.get_rank() if dist.is_initialized() else 0
+        tuning, settings = self.settings.tuning, self.settings
+        timings = tuning if isinstance(tuning, Timings) and timings_allowed() else Timings()
+        return make_planned(named, self._state(), settings, timings, rank)
+
+    def tune(self) -> tuple[Timings, bool]:
+        """Measure the batches of the plan and follow that from now on.
+
+        Returns:
+            What was measured, and whether this rank is the one that measured.
+
+        Collective: all ranks of each domain.
+        """
+        self.settings = replace(self.settings, tuning=Timings())
+        planned, _ = self._agree()
+        groups = self._exchange.groups
+        timings, is_first = measure_together(groups, self._domains, planned)
+        self.settings = replace(self.settings, tuning=timings)
+        self._planned = None
+        return timings, is_first
+
+    def forget(self) -> None:
+        """Plan anew at the next step."""
+        self._planned = None
+
+    def _must_measure(self, planned: Planned) -> bool:
+        mode = self.settings.tuning
+        on_accelerator = any(p.device.type == "cuda" for p in planned.params)
+        return mode == "measure" or (mode == "auto" and on_accelerator)
+
+    def _agree(self) -> tuple[Planned, frozenset[str]]:
+        """The plan, and the parameters without gradient anywhere, as all ranks see them."""
+        problem = None
+        try:
+            self._renew()
+        except Exception as error:  # noqa: BLE001 - every rank must hear of it
+            problem, self._planned = error, None
+        planned = self._planned
+        absent = settle_gradients(
+            self._exchange.groups,
+            {
+                domain: planned.by_domain.get(domain, []) if planned else []
+                for domain in self._domains
+            },
+            digest=planned.digest if planned else _unknown,
+            describe=planned.describe if planned else _unknown,
+            problem=problem,
+        )
+        assert planned is not None
+        return planned, absent
+
+    def _renew(self) -> None:
+        """Plan again if anything has changed that a plan depends on."""
+        named = self._named()
+        if self._planned is not None and self._planned.signature == signature(named, self._state()):
+            return
+        self._domains = domains_of(named, self.settings.process_group)
+        self._exchange.groups.adopt(existing_groups(named, self.settings.process_group))
+        self._planned = self.plan()
+        self._planned.signature = signature(named, self._state())
+
+    def _check_any(self, planned: Planned, absent: frozenset[str]) -> None:
+        """Refuse a step without any gradient of Muon's that follows none with one."""
+        if len(self._trained) < len(planned.params):
+            self._trained |= {id(p.param) for p in planned.params if p.fqn not in absent}
+        if self._trained:
+            return
+        # A parameter of this rank alone (an expert without tokens) says nothing about the others.
+        alone = not dist.is_initialized() or dist.get_world_size() == 1
+        for p in planned.params:
+            if p.param.requires_grad and (alone or len(p.domain) > 1):
+                raise RuntimeError(
+                    f"{p.fqn}: no parameter of the Muon groups has had a gradient on the ranks "
+                    "that share it. Call backward() first; if the model was wrapped, sharded or "
+                    "moved after the optimizer was built, the optimizer still holds the old "
+                    "parameters: build it afterwards, or replace the parameters in its param_groups"
+                )
+
+    def _skips(self, planned: Planned) -> bool:
+        """Whether no rank takes this step because a gradient of some rank is not finite."""
+        if self.settings.nonfinite == "propagate":
+            return False
+        raises = self.settings.nonfinite == "raise"
+        job = tuple(range(dist.get_world_size())) if dist.is_initialized() else (0,)
+        fqn = nonfinite_param(self._exchange.groups, job, planned, name_it=raises)
+        if raises and fqn is not None:
+            raise RuntimeError(
+                f"{fqn}: the gradient has an infinite or NaN element, so no rank took this step. "
+                "Weights and optimizer state are unchanged; lower the learning rate or the loss "
+                "scale, look for the cause with torch.autograd.detect_anomaly(), or pass "
+                'nonfinite="skip"'
+            )
+        return fqn is not None
+
+    def _run(self, planned: Planned, absent: frozenset[str]) -> StepStats:
+        stats, exchange = StepStats(), self._exchange
+        before = exchange.bytes_sent, exchange.num_exchanges
+        masters = [p for p in planned.everyone if MASTER in p.state]
+        params = [local(p.param) for p in masters]
+        copies = [local(p.state[MASTER]) for p in masters]
+        refresh_(copies, params)
+        drive(self._lives(planned, absent, stats))
+        store_(params, copies)
+        stats.bytes_sent = exchange.bytes_sent - before[0]
+        stats.num_collectives = exchange.num_exchanges - before[1]
+        return stats
+
+    def _lives(self, planned: Planned, absent: frozenset[str], stats: StepStats) -> Iterator[Life]:
+        """Every bucket; what needs no exchange runs while the first one is on its way."""
+        shards = planned.shards(absent)
+        buckets = planned.buckets(absent)
+        for bucket in buckets[:1]:
+            yield bucket_life(bucket, shards, self._exchange, stats)
+        planned.step_others(absent)
+        for bucket in buckets[1:]:
+            yield bucket_life(bucket, shards, self._exchange, stats)
