@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from dmuon.newton_schulz.ambient import exact_arithmetic
-from dmuon.newton_schulz.coefficients import LARGEST_OUTPUT, largest_output
+from dmuon.newton_schulz.coefficients import LARGEST_OUTPUT
 from dmuon.newton_schulz.gram import gram_newton_schulz
-from dmuon.newton_schulz.polynomial import Coefficients
-from dmuon.newton_schulz.products import dense_product
+from dmuon.newton_schulz.polynomial import Coefficients, largest_output
+from dmuon.newton_schulz.products import Terms, dense_product
 
 # Steps between restarts, the cheapest first. Starting afresh at every step saves nothing over the
 # plain form; after more than three even float32 loses digits, for every list.
@@ -73,17 +73,8 @@ class _CoarseProduct:
         # Veltkamp: what is left of x * factor - (x * factor - x) has `bits` significant bits.
         self._factor = 2.0 ** (53 - bits) + 1
 
-    def __call__(
-        self,
-        left_BMK: Tensor,
-        right_BKM: Tensor,
-        add_BMM: Tensor | None = None,
-        *,
-        alpha: float = 1.0,
-        beta: float = 1.0,
-        gamma: float = 0.0,
-    ) -> Tensor:
-        total_BMM = dense_product(left_BMK, right_BKM, add_BMM, alpha=alpha, beta=beta, gamma=gamma)
+    def __call__(self, left_BMK: Tensor, right_BKM: Tensor, terms: Terms) -> Tensor:
+        total_BMM = dense_product(left_BMK, right_BKM, terms)
         scaled_BMM = total_BMM * self._factor
         lower_BMM = (scaled_BMM - (scaled_BMM - total_BMM)).tril_()
         return lower_BMM + lower_BMM.tril(-1).mT
