@@ -28,8 +28,7 @@ from dmuon.tuning.table import format_timings, load, save
 
 main = typer.Typer(help="Distributed Muon for PyTorch.", no_args_is_help=True)
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Somebody waits for it, unlike in a training job.
-_BUDGET_S = 3600.0
+_WHAT = "1024x4096, 8x1024x4096 (a batch), or module:function that returns a Muon or a model"
 
 
 @main.callback()
@@ -41,50 +40,45 @@ def _root() -> None:
 
 @main.command()
 def tune(
-    what: Annotated[
-        list[str],
-        typer.Argument(
-            help="matrices, as 1024x4096 or 8x1024x4096; or module:function, which takes nothing "
-            "and returns a dmuon.Muon, or a model for dmuon.param_groups"
-        ),
-    ],
+    what: Annotated[list[str], typer.Argument(help=_WHAT)],
     output: Annotated[Path, typer.Option(help="file of the table")] = Path("dmuon-tuning.json"),
-    dtype: Annotated[str, typer.Option(help="for shapes: fp32, bf16 or fp16")] = "fp32",
-    device: Annotated[str, typer.Option(help="for shapes: as torch names it")] = "cpu",
-    coefficients: Annotated[str, typer.Option(help="for shapes: a named list")] = "original",
-    steps: Annotated[int, typer.Option(help="for shapes: Newton-Schulz steps")] = 5,
+    dtype: Annotated[str, typer.Option(help="of shapes: fp32, bf16 or fp16")] = "fp32",
+    device: Annotated[str, typer.Option(help="of shapes: as torch names it")] = "cpu",
+    coefficients: Annotated[str, typer.Option(help="of shapes: a named list")] = "original",
+    steps: Annotated[int, typer.Option(help="of shapes: Newton-Schulz steps")] = 5,
 ) -> None:
     """Time every way to orthogonalize these matrices, keep the fastest, and print the choices.
 
     Pass the file that is written to `dmuon.Muon(tuning=...)`. Shapes are added to what it holds.
     """
-    if len(what) == 1 and ":" in what[0]:
-        timings, missing = _optimizer(what[0]).tune(output), ""
+    if ":" in what[0]:
+        timings, missing = _optimizer(what).tune(output), ""
     else:
         kinds = _kinds(what, dtype, device, coefficients, steps)
         timings = _tune_shapes(kinds, torch.device(device), output)
         timed = {choice.key for choice in timings.choices}
         missing = ", ".join(str(kind) for kind in kinds if kind.key not in timed)
-    typer.echo(format_timings(timings))
     if timings.choices:
-        typer.echo(f"written to {output}")
+        typer.echo(f"{format_timings(timings)}\nwritten to {output}")
     if missing:
         typer.echo(f"no backend is right on {device} for {missing}", err=True)
         raise typer.Exit(1)
 
 
-def _tune_shapes(kinds: list[BatchKind], device: torch.device, output: Path) -> Timings:
-    """Measure, and add what was found to the file."""
+def _optimizer(what: list[str]) -> Muon:
+    """Return the optimizer that `module:function` makes, or one of the model that it makes."""
+    module, _, name = what[0].partition(":")
+    sys.path.insert(0, os.getcwd())
     try:
-        # Before anything is timed.
-        output.parent.mkdir(parents=True, exist_ok=True)
-        before = load(output) if output.exists() else Timings()
-    except (ValueError, OSError) as error:
-        raise typer.BadParameter(str(error)) from None
-    timings = measure(kinds, device, budget_s=_BUDGET_S)
-    if timings.choices:
-        save(output, Timings((*before.choices, *timings.choices)))
-    return timings
+        (_,) = what
+        made = getattr(importlib.import_module(module), name)()
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise typer.BadParameter(f"{' '.join(what)}: {error}") from None
+    if isinstance(made, torch.nn.Module):
+        return Muon(param_groups(made))
+    if not isinstance(made, Muon):
+        raise typer.BadParameter(f"{what[0]} returned {type(made).__name__}, no Muon and no model")
+    return made
 
 
 def _kinds(
@@ -106,23 +100,20 @@ def _parse_shape(text: str) -> tuple[int, tuple[int, int]]:
     parts = text.split("x")
     sizes = [int(part) if part.isdecimal() and len(part) < 10 else 0 for part in parts]
     if len(sizes) not in {2, 3} or min(sizes) < 1:
-        raise typer.BadParameter(
-            f"{text!r} is neither ROWSxCOLUMNS, BATCHxROWSxCOLUMNS nor module:function"
-        )
+        raise typer.BadParameter(f"{text!r} is none of {_WHAT}")
     small, large = sorted(sizes[-2:])
     return (sizes[0] if len(sizes) == 3 else 1), (small, large)
 
 
-def _optimizer(target: str) -> Muon:
-    """Return the optimizer that `module:function` makes, or one of the model that it makes."""
-    module, _, name = target.partition(":")
-    sys.path.insert(0, os.getcwd())
+def _tune_shapes(kinds: list[BatchKind], device: torch.device, output: Path) -> Timings:
+    """Measure, however long it takes, and add what was found to the file."""
     try:
-        made = getattr(importlib.import_module(module), name)()
-    except (ImportError, AttributeError, TypeError) as error:
-        raise typer.BadParameter(f"{target}: {error}") from None
-    if isinstance(made, torch.nn.Module):
-        return Muon(param_groups(made))
-    if not isinstance(made, Muon):
-        raise typer.BadParameter(f"{target} returned {type(made).__name__}, not a Muon or a model")
-    return made
+        # Before anything is timed.
+        output.parent.mkdir(parents=True, exist_ok=True)
+        before = load(output) if output.exists() else Timings()
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from None
+    timings = measure(kinds, device, budget_s=float("inf"))
+    if timings.choices:
+        save(output, Timings((*before.choices, *timings.choices)))
+    return timings

@@ -12,7 +12,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 INTERPRETED = """
 import torch
-from dmuon.newton_schulz.kernels.symmetric import triton_product
+from dmuon.newton_schulz.kernels.triton import triton_product
+from dmuon.newton_schulz.products import Terms
 
 generator = torch.Generator().manual_seed(0)
 tolerances = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -20,19 +21,19 @@ for size, depth in [(1, 17), (17, 63), (63, 1), (129, 17), (65, 129)]:
     for dtype, tolerance in tolerances.items():
         wide = torch.randn(2, size, 2 * depth, generator=generator).to(dtype)
         x = wide[:, :, ::2]
-        gram = triton_product(x, x.mT)
+        gram = triton_product(x, x.mT, Terms())
         expected = x.double() @ x.double().mT
         torch.testing.assert_close(gram.double(), expected, atol=tolerance, rtol=tolerance)
         # One that shows a factor taken for its transpose, although the result is symmetric.
         symmetric = torch.randn(2, depth, depth, generator=generator).double()
         weighted = (x.double() @ (symmetric + symmetric.mT)).to(dtype)
-        found = triton_product(weighted, x.mT, alpha=0.5)
+        found = triton_product(weighted, x.mT, Terms(0.5))
         expected = 0.5 * weighted.double() @ x.double().mT
         scale = weighted.double().abs() @ x.double().mT.abs()
         assert ((found.double() - expected).abs() <= tolerance * (1 + 2 * scale)).all()
         square = torch.randn(2, size, size, generator=generator)
         square = (square + square.mT).to(dtype).mT / size
-        found = triton_product(square, square, square, alpha=2.0315, beta=-4.775, gamma=3.4445)
+        found = triton_product(square, square, Terms(2.0315, square, -4.775, 3.4445))
         exact = square.double()
         expected = 2.0315 * exact @ exact - 4.775 * exact + 3.4445 * torch.eye(size)
         torch.testing.assert_close(found.double(), expected, atol=tolerance, rtol=tolerance)
@@ -43,7 +44,7 @@ COMPILED = """
 import sys, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from dmuon.newton_schulz.kernels.symmetric import symmetric_kernel, tile_config
+from dmuon.newton_schulz.kernels.triton import symmetric_kernel, tile_config
 
 arch, name, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -51,7 +52,7 @@ config = tile_config(dtypes[name], int(sys.argv[4]))
 options = {key: config.pop(key) for key in ("num_warps", "num_stages")}
 # Contiguous inputs: Triton specialises unit strides and sizes divisible by 16.
 constants = dict(config, HAS_ADD=True, UPCAST=False)
-constants |= dict(left_stride_k=1, right_stride_n=1, add_stride_n=1)
+constants |= dict(right_stride_k=1)
 signature, divisible = {}, {}
 for index, argument in enumerate(symmetric_kernel.arg_names):
     if argument in constants:
@@ -127,15 +128,18 @@ interface = sys.modules["quack.gemm_interface"] = types.ModuleType("quack.gemm_i
 interface.gemm_symmetric = gemm_symmetric
 
 from dmuon.newton_schulz.kernels.quack import quack_product
-from dmuon.newton_schulz.symmetric import dense_product
+from dmuon.newton_schulz.products import Terms, dense_product
 
 for size, depth in [(16, 24), (16, 23), (15, 24)]:
     x = torch.randn(2, size, depth).half()
-    r = dense_product(x, x.mT) / depth
-    for args, options in [((x, x.mT), {}), ((r, r, r), dict(alpha=2.0, beta=-3.0, gamma=4.0))]:
+    r = dense_product(x, x.mT, Terms()) / depth
+    wide = Terms(2.0, r.float(), -3.0, 4.0)
+    for left, right, terms, exact in [
+        (x, x.mT, Terms(), Terms()), (r, r, Terms(2.0, r, -3.0, 4.0), wide)
+    ]:
         torch.testing.assert_close(
-            quack_product(*args, **options).float(),
-            dense_product(*(a.float() for a in args), **options),
+            quack_product(left, right, terms).float(),
+            dense_product(left.float(), right.float(), exact),
             atol=1e-2, rtol=1e-2,
         )
 # A side that is no multiple of eight never reaches it.
@@ -153,7 +157,7 @@ def test_r72_cpu_needs_no_triton():
         "import sys\n"
         "sys.modules['triton'] = None\n"
         "import torch\n"
-        "from dmuon.newton_schulz import orthogonalize, resolve_coefficients\n"
-        "orthogonalize(torch.ones(300, 300), coefficients=resolve_coefficients('original'))\n"
+        "import dmuon\n"
+        "dmuon.orthogonalize(torch.ones(300, 300))\n"
         "assert not any(name.startswith('dmuon.newton_schulz.kernels') for name in sys.modules)\n"
     )

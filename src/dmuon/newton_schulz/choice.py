@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from dmuon.newton_schulz.backend import PLAIN, Backend, Form, Product
-from dmuon.newton_schulz.method import DTYPES, unit_roundoff
+from dmuon.newton_schulz.method import DTYPES
 from dmuon.newton_schulz.polynomial import Coefficients
 from dmuon.newton_schulz.products import diagonal_side
 from dmuon.newton_schulz.restarts import safe_restarts
@@ -65,8 +65,8 @@ def obstacle(
     backend: Backend, coefficients: Coefficients, device: torch.device, dtype: torch.dtype
 ) -> str | None:
     """Return why a backend cannot iterate matrices of `dtype` on `device` by a list, or None."""
-    if backend.form == "gram" and safe_restarts(coefficients, unit_roundoff(dtype)) is None:
-        return f"has no known restarts that make it safe in {dtype} for {coefficients}"
+    if backend.form == "gram" and safe_restarts(coefficients, dtype) is None:
+        return f"is not safe in {dtype} for {coefficients}, with any restarts that save work"
     needs = _NEEDS.get(backend.product)
     return None if needs is None else needs.obstacle(device, dtype)
 
@@ -82,7 +82,7 @@ def choose_backend(
     if device_type != "cpu" or dtype in _HALF:
         return PLAIN
     long = size >= SMALLEST_GRAM and length >= GRAM_ASPECT * size
-    gram = long and safe_restarts(coefficients, unit_roundoff(dtype)) is not None
+    gram = long and safe_restarts(coefficients, dtype) is not None
     form: Form = "gram" if gram else "newton_schulz"
     halved = size - diagonal_side(size) >= SMALLEST_HALVED
     return Backend(form, "blocks" if halved else "dense")

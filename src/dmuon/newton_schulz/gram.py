@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from dmuon.newton_schulz.polynomial import Coefficients
-from dmuon.newton_schulz.products import SymmetricProduct, add_identity_, dense_product
+from dmuon.newton_schulz.products import (
+    ALONE,
+    SymmetricProduct,
+    Terms,
+    add_identity_,
+    dense_product,
+)
 
 
 def gram_newton_schulz(
@@ -35,7 +41,7 @@ def gram_newton_schulz(
     """
     borders = (0, *restarts, len(coefficients))
     for start, stop in itertools.pairwise(borders):
-        gram_BMM = product(x_BMN, x_BMN.mT)
+        gram_BMM = product(x_BMN, x_BMN.mT, ALONE)
         x_BMN = torch.bmm(_segment_factor(gram_BMM, coefficients[start:stop], product), x_BMN)
     return x_BMN
 
@@ -44,13 +50,13 @@ def _segment_factor(r_BMM: Tensor, segment: Coefficients, product: SymmetricProd
     """Return Q such that the steps of `segment` take X with `X X^T = R` to `Q X`."""
     (a, b, c), *rest = segment
     if not rest:
-        return product(r_BMM, r_BMM, r_BMM, alpha=c, beta=b, gamma=a)
-    z_BMM = product(r_BMM, r_BMM, r_BMM, alpha=c, beta=b)
+        return product(r_BMM, r_BMM, Terms(c, r_BMM, b, a))
+    z_BMM = product(r_BMM, r_BMM, Terms(c, r_BMM, b))
     q_BMM = add_identity_(z_BMM.clone(), a)
     for next_a, b, c in rest:
-        half_BMM = product(r_BMM, z_BMM, r_BMM, beta=a)
-        r_BMM = product(half_BMM, z_BMM, half_BMM, beta=a)
+        half_BMM = product(r_BMM, z_BMM, Terms(1.0, r_BMM, a))
+        r_BMM = product(half_BMM, z_BMM, Terms(1.0, half_BMM, a))
         a = next_a
-        z_BMM = product(r_BMM, r_BMM, r_BMM, alpha=c, beta=b)
-        q_BMM = product(q_BMM, z_BMM, q_BMM, beta=a)
+        z_BMM = product(r_BMM, r_BMM, Terms(c, r_BMM, b))
+        q_BMM = product(q_BMM, z_BMM, Terms(1.0, q_BMM, a))
     return q_BMM

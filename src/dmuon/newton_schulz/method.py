@@ -52,11 +52,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def unit_roundoff(dtype: torch.dtype) -> float:
-    """Return the largest relative error of one rounding: 2^-8 for bfloat16, 2^-11 for float16."""
-    return torch.finfo(dtype).eps / 2
-
-
 def check_precision(coefficients: Coefficients, dtype: torch.dtype) -> None:
     """Raise a ValueError if a list diverges once every step rounds as `dtype` does."""
-    check_safe(coefficients, rounding=unit_roundoff(dtype))
+    check_safe(coefficients, rounding=torch.finfo(dtype).eps / 2)

@@ -20,7 +20,7 @@ def normalize(x: Tensor, *, eps: float) -> Tensor:
     # On CPU vector_norm of order inf takes ten times as long.
     largest = torch.maximum(x.amax((-2, -1), keepdim=True), -x.amin((-2, -1), keepdim=True))
     # Division, not multiplication by a reciprocal: 1 / largest overflows for subnormal entries.
-    x = x / torch.where(largest == 0, 1, largest)
+    x = x / largest.clamp_(min=torch.finfo(x.dtype).tiny)
     # Row by row first: one sum over all entries would lose digits that steep lists show again.
     norm = torch.linalg.vector_norm(torch.linalg.vector_norm(x, dim=-1), dim=-1)
     return x.div_(norm.clamp_(min=eps)[..., None, None])

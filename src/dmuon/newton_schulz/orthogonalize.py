@@ -3,17 +3,17 @@
 Shape suffixes: B batch, M the smaller side of a matrix, N the larger.
 """
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from dmuon.newton_schulz.ambient import exact_arithmetic
 from dmuon.newton_schulz.backend import PLAIN, Backend
 from dmuon.newton_schulz.choice import cached_parts, choose_backend, obstacle
 from dmuon.newton_schulz.coefficients import resolve_coefficients
 from dmuon.newton_schulz.gram import gram_newton_schulz
-from dmuon.newton_schulz.method import DTYPES, Method, check_precision, unit_roundoff
+from dmuon.newton_schulz.method import DTYPES, Method, check_precision
 from dmuon.newton_schulz.normalize import normalize, precondition
 from dmuon.newton_schulz.plain import newton_schulz
 from dmuon.newton_schulz.polynomial import Triple
@@ -129,25 +129,8 @@ def _iterate(stack_BMN: Tensor, method: Method, backend: Backend) -> Tensor:
     y_BMN = y_BMN.to(method.dtype)
     coefficients, product = method.coefficients, load_product(backend.product)
     if backend.form == "gram":
-        restarts = safe_restarts(coefficients, unit_roundoff(method.dtype)) or ()
+        restarts = safe_restarts(coefficients, method.dtype) or ()
         y_BMN = gram_newton_schulz(y_BMN, coefficients, restarts=restarts, product=product)
     else:
         y_BMN = newton_schulz(y_BMN, coefficients, product=product)
     return y_BMN.to(stack_BMN.dtype)
-
-
-@contextlib.contextmanager
-def exact_arithmetic(device_type: str) -> Iterator[None]:
-    """Iterate in the dtype that was asked for, whatever the surroundings say.
-
-    Turns off autocast, and for float32 products the reduced precision (TF32, bfloat16) that
-    `torch.set_float32_matmul_precision` and `fp32_precision` allow: restarts and checks of lists
-    assume the rounding of the dtype. `dtype=torch.bfloat16` is the way to faster products.
-
-    Args:
-        device_type: Where the matrices are.
-    """
-    with contextlib.ExitStack() as stack:
-        if torch.is_autocast_enabled(device_type):
-            stack.enter_context(torch.autocast(device_type, enabled=False))
-        yield

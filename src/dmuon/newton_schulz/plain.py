@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from dmuon.newton_schulz.polynomial import Coefficients
-from dmuon.newton_schulz.products import SymmetricProduct, dense_product
+from dmuon.newton_schulz.products import ALONE, SymmetricProduct, Terms, dense_product
 
 
 def newton_schulz(
@@ -20,7 +20,7 @@ def newton_schulz(
         product: Computes the symmetric products `A` and `bA + cA^2`.
     """
     for a, b, c in coefficients:
-        gram_BMM = product(x_BMN, x_BMN.mT)
-        update_BMM = product(gram_BMM, gram_BMM, gram_BMM, alpha=c, beta=b)
+        gram_BMM = product(x_BMN, x_BMN.mT, ALONE)
+        update_BMM = product(gram_BMM, gram_BMM, Terms(c, gram_BMM, b))
         x_BMN = torch.baddbmm(x_BMN, update_BMM, x_BMN, beta=a)
     return x_BMN

@@ -3,7 +3,8 @@
 Shape suffixes: B batch, M the smaller side of a matrix, K the summed dim.
 """
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,33 +15,23 @@ from dmuon.newton_schulz.backend import Product
 SMALLEST_BLOCK = 64
 
 
-class SymmetricProduct(Protocol):
-    """`alpha * left @ right + beta * add + gamma * I`, when the result is symmetric."""
+class Terms(NamedTuple):
+    """What becomes of a product P: `alpha P + beta add + gamma I`."""
 
-    def __call__(
-        self,
-        left_BMK: Tensor,
-        right_BKM: Tensor,
-        add_BMM: Tensor | None = None,
-        *,
-        alpha: float = 1.0,
-        beta: float = 1.0,
-        gamma: float = 0.0,
-    ) -> Tensor:
-        """Return a new (B, M, M) tensor in the dtype of the factors."""
-        ...
+    alpha: float = 1.0
+    add: Tensor | None = None
+    beta: float = 1.0
+    gamma: float = 0.0
 
 
-def dense_product(
-    left_BMK: Tensor,
-    right_BKM: Tensor,
-    add_BMM: Tensor | None = None,
-    *,
-    alpha: float = 1.0,
-    beta: float = 1.0,
-    gamma: float = 0.0,
-) -> Tensor:
-    """Compute every entry, with one batched GEMM."""
+# From the factors (B, M, K) and (B, K, M) to a new (B, M, M) in their dtype.
+SymmetricProduct: TypeAlias = Callable[[Tensor, Tensor, Terms], Tensor]
+ALONE = Terms()
+
+
+def dense_product(left_BMK: Tensor, right_BKM: Tensor, terms: Terms) -> Tensor:
+    """Compute every entry, with one batched GEMM: a `SymmetricProduct`."""
+    alpha, add_BMM, beta, gamma = terms
     if add_BMM is not None:
         result_BMM = torch.baddbmm(add_BMM, left_BMK, right_BKM, alpha=alpha, beta=beta)
     else:
@@ -50,20 +41,13 @@ def dense_product(
     return add_identity_(result_BMM, gamma)
 
 
-def block_product(
-    left_BMK: Tensor,
-    right_BKM: Tensor,
-    add_BMM: Tensor | None = None,
-    *,
-    alpha: float = 1.0,
-    beta: float = 1.0,
-    gamma: float = 0.0,
-) -> Tensor:
-    """Compute little more than the lower triangle, and mirror it.
+def block_product(left_BMK: Tensor, right_BKM: Tensor, terms: Terms) -> Tensor:
+    """Compute little more than the lower triangle, and mirror it: a `SymmetricProduct`.
 
     The result is halved into blocks again and again. The blocks below the diagonal of one halving
     have one shape, so they share a batched GEMM; what is left are the blocks on the diagonal.
     """
+    alpha, add_BMM, beta, gamma = terms
     batch, size, depth = left_BMK.shape
     columns_BMK = right_BKM.mT
     result_BMM = left_BMK.new_empty(batch, size, size)
@@ -106,9 +90,10 @@ def diagonal_side(size: int) -> int:
 
 
 def _blocks(x_BMM: Tensor, side: int, pairs: int) -> tuple[Tensor, Tensor]:
-    """View the blocks below the diagonal, one in each pair of blocks, and their mirror images.
+    """View the blocks (B, pairs, side, side) below the diagonal, and their places above it.
 
-    Both are (B, pairs, side, side); the images are transposed back.
+    Pair p holds rows and columns from `2 p side` on, so the pairs lie `2 side (size + 1)` apart.
+    The block below starts `side` rows down; its image, transposed, `side` columns to the right.
     """
     batch, size, _ = x_BMM.shape
     shape, apart = (batch, pairs, side, side), 2 * side * (size + 1)
@@ -119,14 +104,12 @@ def _blocks(x_BMM: Tensor, side: int, pairs: int) -> tuple[Tensor, Tensor]:
 
 def load_product(product: Product) -> SymmetricProduct:
     """Return the implementation of a product; only now imports what it alone needs."""
-    if product == "dense":
-        return dense_product
-    if product == "blocks":
-        return block_product
     if product == "triton":
         from dmuon.newton_schulz.kernels.triton import triton_product  # noqa: PLC0415
 
         return triton_product
-    from dmuon.newton_schulz.kernels.quack import quack_product  # noqa: PLC0415
+    if product == "quack":
+        from dmuon.newton_schulz.kernels.quack import quack_product  # noqa: PLC0415
 
-    return quack_product
+        return quack_product
+    return dense_product if product == "dense" else block_product

@@ -11,7 +11,6 @@ from functools import cached_property
 from dmuon.newton_schulz.backend import Backend
 
 Shape = tuple[int, int]
-LARGEST_SIZE = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +42,9 @@ class Choice:
 
     def __post_init__(self) -> None:
         sizes = (self.batch, self.rows, self.columns, self.steps, self.parts)
-        if any(type(size) is not int or not 0 < size <= LARGEST_SIZE for size in sizes):
+        if any(type(size) is not int or size < 1 for size in sizes):
             raise ValueError(f"sizes must be positive integers, got {sizes}")
-        if not self.rows <= self.columns or not 0 < self.milliseconds < math.inf:
+        if self.rows > self.columns or not 0 < self.milliseconds < math.inf:
             raise ValueError(f"{self} is no measurement")
 
     @property
@@ -63,8 +62,7 @@ class Choice:
 class Timings:
     """Measured choices for any number of shapes, dtypes, batch sizes and numbers of steps.
 
-    Data, which a job shares: nothing is looked up behind a caller's back, so two ranks with equal
-    timings cannot come to choose differently.
+    Plain data that a job shares: ranks with equal timings choose alike.
 
     Attributes:
         choices: All of them, ordered by what they are for; of several for the same the last.
@@ -80,14 +78,6 @@ class Timings:
     def digest(self) -> str:
         """Short hash, by which ranks compare their timings."""
         return hashlib.sha256(repr(self.choices).encode()).hexdigest()[:8]
-
-    @cached_property
-    def _by_shape(self) -> dict[tuple[str, Shape], list[Choice]]:
-        by_shape: dict[tuple[str, Shape], list[Choice]] = {}
-        for choice in self.choices:
-            key = (choice.dtype, (choice.rows, choice.columns))
-            by_shape.setdefault(key, []).append(choice)
-        return by_shape
 
     def find(self, dtype: str, steps: int, batch: int, shape: Shape) -> Choice | None:
         """Return the choice of the nearest number of steps and batch for a wide shape, if any."""
@@ -114,6 +104,14 @@ class Timings:
         Of several batch sizes the smallest counts.
         """
         return {key: known[0].seconds / known[0].batch for key, known in self._by_shape.items()}
+
+    @cached_property
+    def _by_shape(self) -> dict[tuple[str, Shape], list[Choice]]:
+        by_shape: dict[tuple[str, Shape], list[Choice]] = {}
+        for choice in self.choices:
+            key = (choice.dtype, (choice.rows, choice.columns))
+            by_shape.setdefault(key, []).append(choice)
+        return by_shape
 
     def _known(self, dtype: str, steps: int, shape: Shape) -> list[Choice]:
         """Return the choices of the nearest number of steps."""

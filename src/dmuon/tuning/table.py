@@ -1,6 +1,5 @@
 """Measured choices as a file: to `Timings` and back."""
 
-import contextlib
 import json
 import os
 import platform
@@ -27,10 +26,8 @@ def load(path: str | os.PathLike[str]) -> Timings:
         content = json.loads(Path(path).read_text())
         if content["version"] != VERSION:
             raise ValueError(f"version {content['version']}, not {VERSION}")
-        rows = content["choices"]
-        return Timings(
-            tuple(Choice(**row | {"backend": Backend.parse(row["backend"])}) for row in rows)
-        )
+        rows = [row | {"backend": Backend.parse(row["backend"])} for row in content["choices"]]
+        return Timings(tuple(Choice(**row) for row in rows))
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(
             f"tuning {os.fspath(path)!r}: no table can be read there ({error!r:.200}); write one "
@@ -47,10 +44,8 @@ def save(path: str | os.PathLike[str], timings: Timings) -> None:
     try:
         draft.write_text(json.dumps({"version": VERSION, "choices": rows}, indent=1))
         draft.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            draft.unlink()
-        raise
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def default_path(device: torch.device) -> Path:
@@ -63,23 +58,18 @@ def default_path(device: torch.device) -> Path:
     else:
         capability = torch.backends.cpu.get_cpu_capability()
         name = f"{device.type} {platform.machine()} {capability} {torch.get_num_threads()} threads"
-    # Not imported: this package lies on top of its rooms.
+    # Not imported: the package lies on top of its rooms.
     version = vars(sys.modules["dmuon"])["__version__"]
-    name += f" torch {torch.__version__} dmuon {version}"
+    name = f"{name} torch {torch.__version__} dmuon {version}"
     folder = Path(os.environ.get("DMUON_CACHE_DIR") or Path.home() / ".cache" / "dmuon")
     return folder / ("".join(c if c.isalnum() or c == "." else "_" for c in name) + ".json")
 
 
 def format_timings(timings: Timings) -> str:
     """Return the choices as aligned text, one a line."""
-    lines: list[tuple[str, ...]] = [
-        ("dtype", "batch", "rows", "columns", "steps", "backend", "parts", "ms")
-    ]
+    row = "{:<8} {:>6} {:>6} {:>8} {:>6}  {:<20} {:>5} {:>10}".format
+    lines = [row("dtype", "batch", "rows", "columns", "steps", "backend", "parts", "ms")]
     for choice in timings.choices:
-        cells = (*choice.key, choice.backend, choice.parts, f"{choice.milliseconds:.3f}")
-        lines.append(tuple(map(str, cells)))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    )
+        how = (str(choice.backend), choice.parts, f"{choice.milliseconds:.3f}")
+        lines.append(row(*choice.key, *how))
+    return "\n".join(lines)

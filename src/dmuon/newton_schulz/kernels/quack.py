@@ -6,27 +6,20 @@
 from quack.gemm_interface import gemm_symmetric
 from torch import Tensor
 
-from dmuon.newton_schulz.products import add_identity_, dense_product
+from dmuon.newton_schulz.products import Terms, add_identity_, dense_product
 
 # Its loads are 16 bytes wide: eight numbers of half precision.
 _ALIGNMENT = 8
 
 
-def quack_product(
-    left_BMK: Tensor,
-    right_BKM: Tensor,
-    add_BMM: Tensor | None = None,
-    *,
-    alpha: float = 1.0,
-    beta: float = 1.0,
-    gamma: float = 0.0,
-) -> Tensor:
+def quack_product(left_BMK: Tensor, right_BKM: Tensor, terms: Terms) -> Tensor:
     """Compute half the tiles with `quack.gemm_interface.gemm_symmetric`: a `SymmetricProduct`.
 
     Sides that it cannot load are computed whole, as in `dense_product`.
     """
     _, size, depth = left_BMK.shape
     if size % _ALIGNMENT or depth % _ALIGNMENT:
-        return dense_product(left_BMK, right_BKM, add_BMM, alpha=alpha, beta=beta, gamma=gamma)
+        return dense_product(left_BMK, right_BKM, terms)
+    alpha, add_BMM, beta, gamma = terms
     result_BMM = gemm_symmetric(left_BMK, right_BKM, C=add_BMM, alpha=alpha, beta=beta)
     return add_identity_(result_BMM, gamma)
