@@ -31,6 +31,7 @@ demo: env
 
 bench: env
 	$(BIN)/python benchmarks/optimizer_step.py
+	$(BIN)/python benchmarks/host_time.py
 	$(BIN)/python benchmarks/layouts.py
 	$(BIN)/python benchmarks/orthogonalize.py
 
