@@ -1,19 +1,23 @@
 PYTHON ?= python3
 BIN := .venv/bin
+PIP := $(BIN)/pip install --quiet
+WHEEL := build/wheel
 
-# Without its dependencies, which tests do not need and which downgrade those of transformers.
-INSTALL_TORCHTITAN_dev := $(BIN)/pip install --quiet --no-deps \
-	torchtitan==0.3.0 spmd_types==0.2.3 tyro==1.0.17 docstring_parser==0.18.0
-
-.PHONY: env lint test demo bench docs
+.PHONY: env lint test demo bench docs wheel
 
 env: .venv/.dev-installed
 
-# Reinstalls when pyproject.toml has changed since the last time.
-.venv/.%-installed: pyproject.toml
+# Both install again when pyproject.toml has changed since the last time. Dependency groups need
+# pip 25.1, which is newer than the pip of many Pythons.
+.venv/.dev-installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --editable '.[$*]'
-	$(INSTALL_TORCHTITAN_$*)
+	$(PIP) 'pip>=25.1'
+	$(PIP) --editable '.[cli,demo,trainers]' --group dev
+	$(PIP) --no-deps --group torchtitan
+	touch $@
+
+.venv/.docs-installed: .venv/.dev-installed
+	$(PIP) --group docs
 	touch $@
 
 lint: env
@@ -23,7 +27,7 @@ lint: env
 	$(BIN)/lint-imports
 	$(BIN)/typos
 
-test: env lint
+test: lint docs wheel
 	$(BIN)/pytest
 
 demo: env
@@ -36,4 +40,9 @@ bench: env
 	$(BIN)/python benchmarks/orthogonalize.py
 
 docs: .venv/.docs-installed
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+wheel: env
+	rm -rf $(WHEEL)
+	$(BIN)/pip wheel --quiet --no-deps --wheel-dir $(WHEEL) .
+	$(BIN)/python .ci/try_wheel.py $(WHEEL)/*.whl

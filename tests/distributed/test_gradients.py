@@ -21,17 +21,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
+from tests.support.loops import tiny_model
 from tests.support.parity import full_tensor, seeded
 from tests.support.rank_pool import PRELOAD
 
 LR = 0.02
 LAYOUTS = {"DDP": 2, "FSDP2": 2, "HSDP": 4, "FSDP2 x TP": 4}
 NUM_MATRICES = 2
-
-
-def tiny_model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
 
 
 def wrap(model, layout):

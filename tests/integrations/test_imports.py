@@ -16,5 +16,7 @@ def test_only_its_own_adapter_imports_a_trainer(path):
     names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) if node.module}
     allowed = {path.stem} if path.parent.name == "integrations" else set()
     assert not {name.split(".")[0] for name in names} & (TRAINERS - allowed)
+    # The package itself exports `adopt_state`, which knows no trainer.
+    public = {"dmuon.integrations.adoption"} if path == PACKAGE / "__init__.py" else set()
     if path.parent.name != "integrations":
-        assert not [name for name in names if name.startswith("dmuon.integrations")]
+        assert not [name for name in names - public if name.startswith("dmuon.integrations")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
 import dmuon
 
@@ -134,3 +134,20 @@ def check(
             assert mine is None or torch.equal(mine, first), "replicas differ"
     runs = sum(o.ns_matrices for o in outcomes)
     assert runs == runs_per_matrix * outcomes[0].num_matrices
+
+
+def fsdp_specs(world_size: int, *shapes: tuple[int, ...], **options: Any) -> list[Spec]:
+    """Parameters as FSDP2 shards them over all ranks."""
+    return [Spec(shape, (world_size,), (Shard(0),), **options) for shape in shapes]
+
+
+def parity_body(specs: Sequence[Spec], muon: Mapping[str, Any]) -> Outcome:
+    """Rank body: `run_parity`."""
+    return run_parity(specs, muon=muon)
+
+
+def check_parity(
+    run_ranks: Callable[..., list[Outcome]], world_size: int, specs: Sequence[Spec], **muon: Any
+) -> None:
+    """Assert the property for parameters laid out as `specs` say."""
+    check(run_ranks(world_size, parity_body, specs, muon))

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from dmuon.optimizer import Muon
+from dmuon.routing.evidence import clean_fqn
 
 StateDict = Mapping[str, Any]
 
-_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
 _MAX_LISTED = 20
 
 
@@ -297,7 +297,8 @@ def _entries(
         for name, key, group in _named(state_dict, i, None if names is None else names[i]):
             state = state_dict["state"].get(key)
             if state:
-                fqn = _clean(name, known)
+                fqn = clean_fqn(name)
+                fqn = fqn if fqn in known else fqn.removeprefix("module.")
                 first = entries.setdefault(fqn, _Entry(state, group))
                 if not _equal(first.state, state):
                     problems.append(f"{fqn}: two state dicts hold different state for it")
@@ -324,12 +325,6 @@ def _named(
         raise ValueError(f"state dict {number} has {len(keys)} parameters, but {len(names)} names")
     owners = [group for group in groups for _ in group["params"]]
     return zip(names, keys, owners, strict=True)
-
-
-def _clean(name: str, known: set[str]) -> str:
-    """The name without the segments that wrappers put into it."""
-    fqn = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-    return fqn if fqn in known else fqn.removeprefix("module.")
 
 
 def _equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
