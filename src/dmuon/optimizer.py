@@ -139,6 +139,7 @@ class Muon(Optimizer):
         repeat_ns: bool = False,
         bucket_cap_mb: float = 64.0,
         nonfinite: Literal["propagate", "skip", "raise"] = "propagate",
+        nonfinite_group: dist.ProcessGroup | None = None,
         tuning: str | os.PathLike[str] | None = "auto",
     ) -> None:
         defaults = plain_values(
@@ -165,6 +166,7 @@ class Muon(Optimizer):
             repeat_ns=repeat_ns,
             bucket_bytes=bucket_cap_mb * MIB,
             nonfinite=nonfinite,
+            nonfinite_group=nonfinite_group,
             tuning=_tuning(tuning),
         )
         self._stepper = self._make_stepper(settings)

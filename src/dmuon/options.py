@@ -48,6 +48,7 @@ class Settings:
         repeat_ns: Orthogonalize once per replica.
         bucket_bytes: Bound on what one owner receives in one exchange.
         nonfinite: "propagate", "skip" or "raise".
+        nonfinite_group: Ranks that decide that together; None is all.
         tuning: Measured times; or "auto" or "measure", until there are any.
 
     Raises:
@@ -60,6 +61,7 @@ class Settings:
     repeat_ns: bool = False
     bucket_bytes: float = 64 * MIB
     nonfinite: str = "propagate"
+    nonfinite_group: dist.ProcessGroup | None = None
     tuning: Timings | str = "auto"
 
     def __post_init__(self) -> None:

@@ -367,7 +367,8 @@ def test_agreement_about_bad_gradients_costs_nothing_by_default_and_one_collecti
 def step_on_rank_0_alone():
     if dist.get_rank() == 0:
         p = nn.Parameter(seeded((4, 3), 0))
-        optimizer = dmuon.Muon([p], nonfinite="skip")
+        alone = dist.new_group([0], use_local_synchronization=True)
+        optimizer = dmuon.Muon([p], nonfinite="skip", nonfinite_group=alone)
         p.grad = torch.full_like(p, math.nan)
         optimizer.step()
         assert optimizer.skipped_steps == 1

@@ -2,6 +2,7 @@ import math
 from pathlib import Path
 
 import pytest
+from dmuon.newton_schulz.polar_express import minimax_composition
 from dmuon.newton_schulz.quintic import evaluate
 
 from dmuon.newton_schulz.coefficients import (
@@ -10,7 +11,6 @@ from dmuon.newton_schulz.coefficients import (
     format_registry,
     resolve_coefficients,
 )
-from dmuon.newton_schulz.polar_express import minimax_composition
 from dmuon.newton_schulz.restarts import condition_number, safe_restarts
 
 # Printed in arXiv:2505.16932, v3.

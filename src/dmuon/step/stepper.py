@@ -161,11 +161,11 @@ class Stepper:
         if self._trained:
             return
         # A parameter of this rank alone (an expert without tokens) says nothing about the others.
-        alone = not dist.is_initialized() or dist.get_world_size() == 1
+        alone = all(len(p.domain) == 1 for p in planned.everyone)
         for p in planned.params:
             if p.param.requires_grad and (alone or len(p.domain) > 1):
                 raise RuntimeError(
-                    f"{p.fqn}: no parameter of the Muon groups has had a gradient on the ranks "
+                    f"{p.fqn}: no parameter of the Muon groups has a gradient on the ranks "
                     "that share it. Call backward() first; if the model was wrapped, sharded or "
                     "moved after the optimizer was built, the optimizer still holds the old "
                     "parameters: build it afterwards, or replace the parameters in its param_groups"
@@ -176,7 +176,8 @@ class Stepper:
         if self.settings.nonfinite == "propagate":
             return False
         raises = self.settings.nonfinite == "raise"
-        job = tuple(range(dist.get_world_size())) if dist.is_initialized() else (0,)
+        group = self.settings.nonfinite_group
+        job = tuple(dist.get_process_group_ranks(group)) if dist.is_initialized() else (0,)
         fqn = nonfinite_param(self._exchange.groups, job, planned, name_it=raises)
         if raises and fqn is not None:
             raise RuntimeError(

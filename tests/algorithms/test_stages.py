@@ -57,25 +57,20 @@ def test_nesterov_mixes_the_gradient_into_the_advanced_momentum_and_writes_neith
 @pytest.mark.parametrize("lr", [0.5, torch.tensor(0.5), torch.tensor([0.5])])
 def test_decay_uses_the_plain_lr_and_the_update_the_scaled_one(lr):
     params = [torch.tensor([4.0]), torch.tensor([[8.0, 0.0]])]
-    apply_(
-        params,
-        [torch.tensor([1.0]), torch.tensor([[2.0, -1.0]])],
-        [1.0, 3.0],
-        lr=lr,
-        weight_decay=0.25,
-    )
-    assert params[0].item() == 4.0 * (1 - 0.125) - 0.5
+    updates = [torch.tensor([1.0]), torch.tensor([[2.0, -1.0]])]
+    apply_(params, updates, scale=3.0, lr=lr, weight_decay=0.25)
+    assert params[0].item() == 4.0 * (1 - 0.125) - 1.5
     assert params[1].tolist() == [[8.0 * (1 - 0.125) - 3.0, 1.5]]
 
 
 def test_float32_update_of_bfloat16_parameter_is_rounded_once():
     param = torch.tensor([1.0], dtype=torch.bfloat16)
     # Just over half a unit in the last place; rounded to bfloat16 first it would be a tie.
-    apply_([param], [torch.tensor([2.0**-9 * 1.003])], [1.0], lr=1.0, weight_decay=0.0)
+    apply_([param], [torch.tensor([2.0**-9 * 1.003])], scale=1.0, lr=1.0, weight_decay=0.0)
     assert param.item() == 1.0 - 2.0**-8
 
 
 def test_nothing_to_do_is_allowed():
     momentum_([], [], 0.9)
     assert nesterov([], [], 0.9) == []
-    apply_([], [], [], lr=0.1, weight_decay=0.1)
+    apply_([], [], scale=1.0, lr=0.1, weight_decay=0.1)
