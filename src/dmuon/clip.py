@@ -15,7 +15,13 @@ from torch.optim import Optimizer
 
 from dmuon.layout.layout import Layout
 from dmuon.layout.local import has_grad, local, local_grad
-from dmuon.layout.placements import read_layout, wire_device
+from dmuon.layout.placements import ranks_of, read_layout, wire_device
+from dmuon.options import param_names
+from dmuon.plan.fingerprint import Description, digest
+from dmuon.plan.plan import Domain
+from dmuon.transport.agreement import DIGEST_SIZE
+from dmuon.transport.groups import Groups
+from dmuon.transport.settle import settle_gradients
 
 Policy = Literal["all", "adamw_only"]
 
@@ -72,7 +78,13 @@ def clip_grad_norm_(
     groups = _groups(optimizer_or_params, policy)
     if not norm_type > 0:
         raise ValueError(f"norm_type must be > 0, got {norm_type}")
-    params = [param for group_ in groups for param in group_["params"]]
+    named = [
+        pair
+        for number, group_ in enumerate(groups)
+        for pair in zip(param_names(group_, number), group_["params"], strict=True)
+    ]
+    params = [param for _, param in named]
+    _settle(named)
     process_group = getattr(optimizer_or_params, "process_group", None)
     replicas, is_spread = _num_replicas(params, process_group)
     total = _local_total(params, replicas, norm_type)
@@ -87,6 +99,29 @@ def clip_grad_norm_(
         )
     _scale_(_scaled_params(groups, policy), (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
+
+
+def _settle(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Add up gradients that are still `Partial`, in one order on all ranks.
+
+    Collective: all ranks of each mesh.
+    """
+    members: dict[Domain, list[tuple[str, Tensor]]] = {}
+    for name, param in sorted(named, key=lambda pair: pair[0]):
+        if isinstance(param, DTensor) and param.device_mesh.get_coordinate() is not None:
+            members.setdefault(tuple(sorted(ranks_of(param, None))), []).append((name, param))
+
+    def describe(domain: Domain) -> Description:
+        return {name: (f"shape {tuple(param.shape)}", "") for name, param in members[domain]}
+
+    groups = Groups.shared()
+    groups.adopt(param for pairs in members.values() for _, param in pairs)
+    settle_gradients(
+        groups,
+        dict(sorted(members.items(), key=lambda item: (len(item[0]), item[0]))),
+        digest=lambda domain: digest(describe(domain))[:DIGEST_SIZE],
+        describe=describe,
+    )
 
 
 def _groups(

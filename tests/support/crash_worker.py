@@ -11,6 +11,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,6 @@ def train(folder: Path, life: int | None = None) -> dict[str, torch.Tensor]:
     optimizer = dmuon.Muon(
         dmuon.param_groups(model),
         lr=0.02,
-        adjust_lr_fn=killer.lr_scale,
         bucket_cap_mb=1e-4,  # several buckets, so that a peer waits for what does not come
     )
     scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -96,6 +96,7 @@ def train(folder: Path, life: int | None = None) -> dict[str, torch.Tensor]:
         first_step = int(checkpoint.name.removeprefix("step-")) + 1
     # --8<-- [end:resume]
     killer.log("start", first_step)
+    dist.all_to_all_single = killer.exchange(dist.all_to_all_single)
     for step in range(first_step, NUM_STEPS + 1):
         killer.step = step
         inputs = torch.randn(
@@ -129,12 +130,18 @@ class Killer:
         self.log(f"killed in {where}", self.step)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def lr_scale(self, shape: tuple[int, int]) -> float:
-        """The optimizer asks for this when it applies a bucket, with others still to come."""
-        planned = dist.get_rank() == 1 and KILLED_IN_STEP.get(self.life) == self.step
-        if planned and self.step:
-            self.kill("step")
-        return max(1.0, shape[0] / shape[1]) ** 0.5
+    def exchange(self, launch: Callable[..., Any]) -> Callable[..., Any]:
+        """Dies at the second exchange of a step, with one under way and others still to come."""
+        steps: list[int] = []
+
+        def launch_or_die(*args: Any, **kwargs: Any) -> Any:
+            steps.append(self.step)
+            planned = dist.get_rank() == 1 and KILLED_IN_STEP.get(self.life) == self.step
+            if planned and steps.count(self.step) == 2:
+                self.kill("step")
+            return launch(*args, **kwargs)
+
+        return launch_or_die
 
     def writer(self, folder: Path) -> FileSystemWriter:
         """Dies when its own data is on disk and the checkpoint's metadata is not."""

@@ -51,7 +51,7 @@ def assign(
     costs = {r.matrix: cost_of[r.matrix.shape, r.steps, r.ns_dtype] for r in requests}
     heaviest_first = sorted(
         requests,
-        key=lambda r: (-costs[r.matrix], r.method, sorted(r.matrix.shape), r.matrix.sort_key),
+        key=lambda r: (-costs[r.matrix], str(r.method), sorted(r.matrix.shape), r.matrix.sort_key),
     )
     assignments = []
     for request in heaviest_first:

@@ -173,7 +173,7 @@ def _fit_state(
         key: Fitted(_fit(f"{name}: {key}", saved[key], like) if key in found else like)
         for key, like in ours.items()
     }
-    return {**{key: saved[key] for key in found - ours.keys()}, **fitted}
+    return {**{key: saved[key] for key in found - {*ours, MASTER}}, **fitted}
 
 
 def _fit(name: str, value: Any, like: Tensor) -> Tensor:  # noqa: ANN401 - a number or a tensor

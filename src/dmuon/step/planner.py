@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from dmuon.options import Settings
 from dmuon.plan.build import build_plan
@@ -42,12 +40,3 @@ def make_planned(
     )
     options = f"nonfinite {settings.nonfinite}"
     return Planned(params, plan, timings=timings, rank=rank, options=options)
-
-
-def existing_groups(
-    named: Iterable[NamedParam], process_group: dist.ProcessGroup | None
-) -> list[dist.ProcessGroup]:
-    """Process groups that the user has made and that can serve an exchange."""
-    meshes = dict.fromkeys(p.device_mesh for _, p, _ in named if isinstance(p, DTensor))
-    found = [mesh.get_group() for mesh in meshes if mesh.ndim == 1 and mesh.get_coordinate()]
-    return ([process_group] if process_group is not None else []) + found

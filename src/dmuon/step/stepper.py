@@ -22,7 +22,7 @@ from dmuon.step.driver import drive
 from dmuon.step.nonfinite import nonfinite_param
 from dmuon.step.parameters import NamedParam, domains_of, signature
 from dmuon.step.planned import Planned
-from dmuon.step.planner import existing_groups, make_planned
+from dmuon.step.planner import make_planned
 from dmuon.step.tuning import measure_together
 from dmuon.transport.exchange import Exchange
 from dmuon.transport.settle import settle_gradients
@@ -150,7 +150,7 @@ class Stepper:
         if self._planned is not None and self._planned.signature == signature(named, self._state()):
             return
         self._domains = domains_of(named, self.settings.process_group)
-        self._exchange.groups.adopt(existing_groups(named, self.settings.process_group))
+        self._exchange.groups.adopt((p for _, p, _ in named), self.settings.process_group)
         self._planned = self.plan()
         self._planned.signature = signature(named, self._state())
 

@@ -6,6 +6,8 @@ import weakref
 from collections.abc import Iterable
 
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from dmuon.plan.plan import Domain
 
@@ -27,9 +29,13 @@ class Groups:
         world = dist.group.WORLD if dist.is_initialized() else None
         return _SHARED.setdefault(world, Groups()) if world is not None else Groups()
 
-    def adopt(self, groups: Iterable[dist.ProcessGroup]) -> None:
-        """Use existing groups for the domains of their ranks."""
-        for group in groups:
+    def adopt(
+        self, params: Iterable[Tensor], process_group: dist.ProcessGroup | None = None
+    ) -> None:
+        """Use the groups of parameters' meshes, and one given, for the domains of their ranks."""
+        meshes = dict.fromkeys(p.device_mesh for p in params if isinstance(p, DTensor))
+        groups = [mesh.get_group() for mesh in meshes if mesh.ndim == 1 and mesh.get_coordinate()]
+        for group in [*groups, *([process_group] if process_group is not None else [])]:
             ranks = tuple(dist.get_process_group_ranks(group))
             # Split sizes are listed by rank, so a group in another order cannot serve.
             if ranks == tuple(sorted(ranks)):
