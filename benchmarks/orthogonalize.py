@@ -1,9 +1,9 @@
-"""Time the engine on CPU against `torch.optim.Muon`'s iteration, one matrix at a time.
+"""Time `dmuon.orthogonalize` on CPU against `torch.optim.Muon`'s iteration, one matrix at a time.
 
 Both run in float32 with the same coefficients ("original") and five steps; the baseline is the
 code of torch.optim.Muon without its cast to bfloat16. Runs alternate, and medians are compared.
 
-The last columns judge the machine: `rate` is the share of one large GEMM's rate that the engine
+The last columns judge the machine: `rate` is the share of one large GEMM's rate that dmuon
 keeps up over the FLOPs that it does, and `ceiling` the speedup if every symmetric product cost
 exactly half and everything ran at that GEMM's rate. A bar above the ceiling cannot be met here.
 
@@ -15,11 +15,10 @@ import statistics
 import time
 
 import torch
-from dmuon.newton_schulz.engine import GRAM_ASPECT, choose_backend
-from dmuon.newton_schulz.symmetric import diagonal_side
-from dmuon.tuning.batches import orthogonalize_all
 
 from dmuon.newton_schulz import orthogonalize, resolve_coefficients
+from dmuon.newton_schulz.choice import GRAM_ASPECT, choose_backend
+from dmuon.newton_schulz.products import diagonal_side
 
 ORIGINAL = resolve_coefficients("original")
 # matrices, rows, columns, speedup to reach
@@ -47,7 +46,7 @@ def medians_ms(functions, repeats):
 
 
 def flops(rows, columns, share):
-    """Return the engine's FLOPs on one matrix if a symmetric product costs `share` of a full one.
+    """Return dmuon's FLOPs on one matrix if a symmetric product costs `share` of a full one.
 
     Long matrices take the Gram form with one restart: two Gram matrices, two products with the
     matrix and 14 with the Gram matrix. Others take the plain form.
@@ -59,19 +58,19 @@ def flops(rows, columns, share):
 
 
 def time_case(count, rows, columns, repeats):
-    """Return torch's and the engine's milliseconds, after comparing the results."""
+    """Return torch's and dmuon's milliseconds, after comparing the results."""
     matrices = [torch.randn(rows, columns) for _ in range(count)]
 
     def plain():
         return [baseline(x) for x in matrices]
 
-    def engine():
+    def ours():
         if count == 1:
-            return [orthogonalize(matrices[0], coefficients=ORIGINAL)]
-        return orthogonalize_all(matrices, coefficients=ORIGINAL)
+            return [orthogonalize(matrices[0])]
+        return list(orthogonalize(torch.stack(matrices)))
 
-    torch.testing.assert_close(engine(), plain(), atol=1e-4, rtol=0)
-    return medians_ms([plain, engine], repeats)
+    torch.testing.assert_close(ours(), plain(), atol=1e-4, rtol=0)
+    return medians_ms([plain, ours], repeats)
 
 
 def gemm_rate(repeats):
@@ -94,17 +93,17 @@ def main():
     missed = []
     for count, rows, columns, bar in CASES:
         rate = gemm_rate(arguments.repeats)
-        plain_ms, engine_ms = time_case(count, rows, columns, arguments.repeats)
-        blocks = choose_backend(torch.empty(1, rows, columns), ORIGINAL).endswith("_blocks")
-        share = (1 + diagonal_side(rows) / rows) / 2 if blocks else 1
-        used = count * flops(rows, columns, share) / engine_ms / rate
+        plain_ms, ours_ms = time_case(count, rows, columns, arguments.repeats)
+        backend = choose_backend((rows, columns), ORIGINAL, dtype=torch.float32, device_type="cpu")
+        share = (1 + diagonal_side(rows) / rows) / 2 if backend.product == "blocks" else 1
+        used = count * flops(rows, columns, share) / ours_ms / rate
         ceiling = plain_ms * rate / (count * flops(rows, columns, 1 / 2))
         print(
-            f"{f'{count} x {rows} x {columns}':>16} {plain_ms:9.1f} {engine_ms:9.1f} "
-            f"{plain_ms / engine_ms:8.2f} {bar:5.2f} {ceiling:8.2f} {used:5.0%}",
+            f"{f'{count} x {rows} x {columns}':>16} {plain_ms:9.1f} {ours_ms:9.1f} "
+            f"{plain_ms / ours_ms:8.2f} {bar:5.2f} {ceiling:8.2f} {used:5.0%}",
             flush=True,
         )
-        if plain_ms / engine_ms < bar:
+        if plain_ms / ours_ms < bar:
             where = "above the ceiling" if bar > ceiling else "within the ceiling"
             missed.append(f"{count} x {rows} x {columns} ({where})")
     if missed:

@@ -1,4 +1,5 @@
 import json
+import sys
 
 import pytest
 import torch
@@ -7,34 +8,34 @@ from typer.testing import CliRunner
 
 import dmuon
 from dmuon.cli import main
-from dmuon.newton_schulz import resolve_coefficients
-from dmuon.tuning import autotune, batches
-from dmuon.tuning.table import CACHE_VERSION, Choice, Table
-
-ORIGINAL = resolve_coefficients("original", 5)
+from dmuon.newton_schulz import Method, resolve_coefficients
+from dmuon.step import bucket
+from dmuon.tuning import measure
+from dmuon.tuning.table import VERSION, format_timings, load, save
 
 
 def write_table(path, *rows):
-    path.write_text(json.dumps({"version": CACHE_VERSION, "choices": rows}))
+    path.write_text(json.dumps({"version": VERSION, "choices": rows}))
 
 
-def row(rows: int, columns: int, backend: str = "gram", **changes: object) -> dict[str, object]:
+def row(
+    rows: int, columns: int, backend: str = "gram+dense", **changes: object
+) -> dict[str, object]:
     values = {"dtype": "float32", "batch": 1, "rows": rows, "columns": columns}
-    values |= {"steps": 5, "backend": backend, "split": 1, "milliseconds": 1.0}
+    values |= {"steps": 5, "backend": backend, "parts": 1, "milliseconds": 1.0}
     return {**values, **changes}
 
 
 def test_tune_prints_the_choices_and_writes_a_table_that_the_optimizer_takes(tmp_path):
-    arguments = ["tune", "8x16", "2x8x8", "--cache", str(tmp_path)]
-    result = CliRunner().invoke(main, arguments)
+    path = tmp_path / "new" / "table.json"
+    result = CliRunner().invoke(main, ["tune", "16x8", "2x8x8", "--output", str(path)])
     assert result.exit_code == 0, result.output
-    lines = result.output.splitlines()
-    assert lines[0].split()[:5] == ["dtype", "batch", "rows", "columns", "steps"]
-    assert [line.split()[:4] for line in lines[1:3]] == [
-        ["float32", "1", "8", "16"],
-        ["float32", "2", "8", "8"],
-    ]
-    (path,) = tmp_path.glob("*.json")
+    timings = load(path)
+    assert format_timings(timings) in result.output
+    assert {choice.key[1:4] for choice in timings.choices} == {(1, 8, 16), (2, 8, 8)}
+    # A second call adds to the file.
+    assert CliRunner().invoke(main, ["tune", "4x4", "--output", str(path)]).exit_code == 0
+    assert set(timings.choices) < set(load(path).choices)
     weight = nn.Parameter(0.1 * torch.randn(16, 8))
     other = nn.Parameter(weight.detach().clone())
     for parameter, tuning in ((weight, path), (other, None)):
@@ -42,6 +43,59 @@ def test_tune_prints_the_choices_and_writes_a_table_that_the_optimizer_takes(tmp
         parameter.grad = torch.ones(16, 8).tril()
         optimizer.step()
     torch.testing.assert_close(weight, other, rtol=0, atol=1e-5 * 0.02)
+
+
+MODULE = """
+import torch
+import dmuon
+
+def optimizer():
+    return dmuon.Muon([torch.nn.Parameter(torch.randn(4, 8))])
+
+def model():
+    return torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+
+def number():
+    return 7
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    (tmp_path / "made_for_dmuon.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    yield "made_for_dmuon"
+    sys.modules.pop("made_for_dmuon", None)
+    sys.path.remove(str(tmp_path))
+
+
+@pytest.mark.parametrize("function", ["optimizer", "model"])
+def test_tune_takes_the_batches_of_an_optimizer_or_a_model(function, module, tmp_path, monkeypatch):
+    path = tmp_path / "table.json"
+    seen = []
+
+    def tune(optimizer, where):
+        seen.extend(group["use_muon"] for group in optimizer.param_groups)
+        kind = measure.BatchKind(
+            Method(resolve_coefficients("original"), 1e-7, torch.float32), 1, (4, 8)
+        )
+        found = measure.measure([kind], torch.device("cpu"))
+        save(where, found)
+        return found
+
+    monkeypatch.setattr(dmuon.Muon, "tune", tune, raising=False)
+    result = CliRunner().invoke(main, ["tune", f"{module}:{function}", "--output", str(path)])
+    assert result.exit_code == 0, result.output
+    assert format_timings(load(path)) in result.output
+    assert True in seen
+
+
+@pytest.mark.parametrize(
+    "what", [["no_such_module:f"], ["{}:no_such_name"], ["{}:number"], ["{}:model", "4x8"]]
+)
+def test_tune_refuses_what_makes_no_optimizer(what, module):
+    result = CliRunner().invoke(main, ["tune", *(word.format(module) for word in what)])
+    assert result.exit_code == 2, result.output
 
 
 @pytest.mark.parametrize(
@@ -56,29 +110,28 @@ def test_tune_prints_the_choices_and_writes_a_table_that_the_optimizer_takes(tmp
     ],
 )
 def test_tune_refuses_what_it_does_not_know(option, value, tmp_path):
-    arguments = ["tune", "4x8", option, value, "--cache", str(tmp_path)]
+    arguments = ["tune", "4x8", option, value, "--output", str(tmp_path / "table.json")]
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 2, result.output
     assert not list(tmp_path.iterdir())
 
 
-def test_tune_refuses_a_cache_that_is_no_folder(tmp_path):
+def test_tune_refuses_an_output_that_it_cannot_add_to(tmp_path):
     path = tmp_path / "file"
     path.write_text("")
-    result = CliRunner().invoke(main, ["tune", "4x8", "--cache", str(path)])
-    assert result.exit_code == 2, result.output
+    for output in (path, path / "table.json"):
+        result = CliRunner().invoke(main, ["tune", "4x8", "--output", str(output)])
+        assert result.exit_code == 2, result.output
+    assert path.read_text() == ""
 
 
-@pytest.mark.parametrize("failing", ["8x4", "all"])
-def test_tune_fails_when_no_backend_is_right(failing, tmp_path, monkeypatch):
-    def is_right(found, x, coefficients):
-        return failing != "all" and x.shape[-2:] != (4, 8)
-
-    monkeypatch.setattr(autotune, "_is_right", is_right)
-    result = CliRunner().invoke(main, ["tune", "8x4", "8x8", "--cache", str(tmp_path)])
+def test_tune_fails_when_no_backend_is_right(tmp_path, monkeypatch):
+    monkeypatch.setitem(measure._TOLERANCES, torch.float32, -1.0)
+    path = tmp_path / "table.json"
+    result = CliRunner().invoke(main, ["tune", "8x4", "--output", str(path)])
     assert result.exit_code == 1
-    assert "8x4" in result.output.splitlines()[-1]
-    assert len(list(tmp_path.iterdir())) == (failing != "all")
+    assert "1 x 4 x 8" in result.output.splitlines()[-1]
+    assert not path.exists()
 
 
 @pytest.mark.parametrize("shape", ["8", f"{'9' * 20}x3", "0x4", "8xa", "1x2x3x4", "²x3"])
@@ -90,44 +143,24 @@ def test_tune_refuses_what_is_no_shape(shape):
 
 def test_optimizer_follows_the_table_of_its_shapes(tmp_path, monkeypatch):
     path = tmp_path / "table.json"
-    write_table(path, row(8, 16), row(8, 16, "newton_schulz", batch=4, split=4))
+    write_table(path, row(8, 16), row(8, 16, "newton_schulz+blocks", batch=4))
     backends = []
-    original = batches.orthogonalize
+    original = bucket.orthogonalize_stack
 
-    def record(x, *, backend="auto", **options):
-        backends.append((backend, len(x)))
-        return original(x, backend=backend, **options)
+    def record(stack, method, backend, parts):
+        backends.append((str(backend), len(stack)))
+        return original(stack, method, backend, parts)
 
-    monkeypatch.setattr(batches, "orthogonalize", record)
-    shapes = [(4, 16, 8), (8, 16), (8, 8)]
-    for shape in shapes:
+    monkeypatch.setattr(bucket, "orthogonalize_stack", record)
+    for shape in [(4, 16, 8), (8, 16), (8, 8)]:
         parameter = nn.Parameter(torch.randn(shape))
         parameter.grad = torch.randn(shape)
         dmuon.Muon([parameter], tuning=path).step()
-    assert backends == [("newton_schulz", 1)] * 4 + [("gram", 1), ("auto", 1)]
-
-
-@pytest.mark.parametrize("backend", ["gram_triton", "gram_quack", "gram"])
-def test_a_choice_that_cannot_run_here_goes_to_auto(backend):
-    # Too long to have known restarts in half precision.
-    long = resolve_coefficients("original", 20)
-    table = Table([Choice(**row(4, 32, backend, dtype="bfloat16"))])
-    x = torch.randn(1, 4, 32)
-    options = {"coefficients": long, "eps": 1e-7, "dtype": torch.bfloat16}
-    found = batches.orthogonalize_tuned(x, table, **options)
-    assert torch.equal(found, batches.orthogonalize(x, **options))
-
-
-def test_a_table_is_ignored_in_deterministic_mode(tmp_path):
-    table = Table([Choice(**row(4, 8, backend="no such backend"))])
-    torch.use_deterministic_algorithms(True)
-    try:
-        found = batches.orthogonalize_tuned(
-            torch.eye(4, 8)[None], table, coefficients=ORIGINAL, eps=1e-7, dtype=torch.float32
-        )
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert found.shape == (1, 4, 8)
+    assert backends == [
+        ("newton_schulz+blocks", 4),
+        ("gram+dense", 1),
+        ("newton_schulz+dense", 1),
+    ]
 
 
 def test_owners_are_balanced_by_the_measured_times(tmp_path):
@@ -173,7 +206,7 @@ def step_with_table(paths: list[str]) -> str:
 def test_ranks_with_different_tables_are_told(run_ranks, tmp_path):
     paths = [tmp_path / "a.json", tmp_path / "b.json"]
     write_table(paths[0], row(4, 8))
-    write_table(paths[1], row(4, 8, "newton_schulz"))
+    write_table(paths[1], row(4, 8, "newton_schulz+dense"))
     for message in run_ranks(2, step_with_table, [str(path) for path in paths]):
         assert "w" in message
         assert "tuning" in message
@@ -188,14 +221,14 @@ def step_padded(path: str) -> tuple[list[tuple[int, ...]], float]:
     mesh = init_device_mesh("cpu", (2,))
     shapes = [(6, 9), (9, 6), (9, 7), (12, 8)]
     sizes: list[tuple[int, ...]] = []
-    original = batches.orthogonalize
+    original = bucket.orthogonalize_stack
 
-    def counted(x, **options):
-        sizes.append(tuple(x.shape))
-        return original(x, **options)
+    def counted(stack, *arguments):
+        sizes.append(tuple(stack.shape))
+        return original(stack, *arguments)
 
     weights = []
-    batches.orthogonalize = counted
+    bucket.orthogonalize_stack = counted
     try:
         for tuning in (path, None):
             generator = torch.Generator().manual_seed(0)
@@ -210,7 +243,7 @@ def step_padded(path: str) -> tuple[list[tuple[int, ...]], float]:
             if tuning:
                 seen = list(sizes)
     finally:
-        batches.orthogonalize = original
+        bucket.orthogonalize_stack = original
     error = max((a - b).abs().max().item() for a, b in zip(*weights, strict=True))
     gathered = [None, None]
     dist.all_gather_object(gathered, seen)
@@ -221,7 +254,7 @@ def test_near_shapes_are_padded_where_the_table_says_that_it_is_faster(run_ranks
     path = tmp_path / "table.json"
     # A call takes 10 ms, a matrix 1 ms more.
     rows = [
-        row(*shape, "newton_schulz", batch=batch, milliseconds=10.0 + batch)
+        row(*shape, "newton_schulz+dense", batch=batch, milliseconds=10.0 + batch)
         for shape in [(6, 9), (7, 9), (8, 12)]
         for batch in (1, 4)
     ]

@@ -1,4 +1,4 @@
-"""The Polar Express lists (Amsel et al. 2025, arXiv:2505.16932), generated: pure Python."""
+"""Generates the Polar Express lists (Amsel et al. 2025, arXiv:2505.16932) that dmuon prints."""
 
 import math
 from functools import lru_cache

@@ -1,8 +1,9 @@
-"""What the engine must compute, in float64 and in as few lines as possible: the tests' oracle."""
+"""What `orthogonalize` must compute, in float64 and as few lines as possible: the oracle."""
 
 import torch
-from dmuon.newton_schulz.quintic import Coefficients
 from torch import Tensor
+
+from dmuon.newton_schulz.polynomial import Coefficients
 
 
 def reference_orthogonalize(x: Tensor, coefficients: Coefficients) -> Tensor:
@@ -38,3 +39,12 @@ def _normalized(x: Tensor) -> Tensor:
     x = x / torch.where(largest == 0, 1, largest)
     norm = x.pow(2).sum(dim=(-2, -1), keepdim=True).sqrt()
     return x / torch.where(norm == 0, 1, norm)
+
+
+def with_spectrum(sigma: Tensor, length: int, seed: int = 0) -> Tensor:
+    """Return a float32 matrix (len(sigma), length) with these singular values."""
+    generator = torch.Generator().manual_seed(seed)
+    size = len(sigma)
+    u, _ = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64))
+    v, _ = torch.linalg.qr(torch.randn(length, size, generator=generator, dtype=torch.float64))
+    return ((u * sigma) @ v.mT).float()

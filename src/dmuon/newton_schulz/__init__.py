@@ -4,7 +4,7 @@ from dmuon.newton_schulz.ambient import exact_arithmetic
 from dmuon.newton_schulz.backend import Backend
 from dmuon.newton_schulz.coefficients import resolve_coefficients
 from dmuon.newton_schulz.method import Method
-from dmuon.newton_schulz.orthogonalize import orthogonalize, orthogonalize_stack
+from dmuon.newton_schulz.polar import orthogonalize, orthogonalize_stack
 from dmuon.newton_schulz.polynomial import Coefficients
 
 __all__ = [

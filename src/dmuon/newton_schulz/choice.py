@@ -55,7 +55,8 @@ class _Needs(NamedTuple):
 
 
 _NEEDS: dict[Product, _Needs] = {
-    "blocks": _Needs("cpu"),
+    # Three roundings a product, which half precision feels.
+    "blocks": _Needs("cpu", (torch.float32, torch.float64)),
     "triton": _Needs("cuda", (*_HALF, torch.float32), "triton"),
     "quack": _Needs("cuda", _HALF, "quack.gemm_interface", (9, 0)),
 }

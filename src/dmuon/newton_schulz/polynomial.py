@@ -50,11 +50,9 @@ def _turning_points(triple: Triple) -> list[float]:
     """Return the positive roots of `a + 3 b s^2 + 5 c s^4`."""
     a, b, c = triple
     discriminant = 9 * b * b - 20 * a * c
-    if c == 0:
-        squares = [-a / (3 * b)] if b else []
-    elif discriminant < 0:
+    if discriminant < 0:
         return []
-    else:
-        root = math.sqrt(discriminant)
-        squares = [(sign * root - 3 * b) / (10 * c) for sign in (1, -1)]
+    # Of the two forms of a root the one without cancellation.
+    q = -(3 * b + math.copysign(math.sqrt(discriminant), b)) / 2
+    squares = [a / q if q else 0.0, q / (5 * c) if c else 0.0]
     return [math.sqrt(square) for square in squares if square > 0]

@@ -1,36 +1,36 @@
-import itertools
 import sys
 
 import pytest
 import torch
 import torch._dynamo.testing
-from dmuon.newton_schulz.backends import BACKENDS, obstacle
-from dmuon.newton_schulz.engine import choose_backend
-from dmuon.newton_schulz.reference import (
-    map_singular_values,
-    reference_newton_schulz,
-    reference_orthogonalize,
-)
-from dmuon.newton_schulz.symmetric import diagonal_side
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim._muon import _zeropower_via_newtonschulz
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from dmuon.newton_schulz import backends, orthogonalize, resolve_coefficients
+import dmuon
+from dmuon.newton_schulz import (
+    Backend,
+    Method,
+    choice,
+    orthogonalize,
+    orthogonalize_stack,
+    polar,
+    resolve_coefficients,
+)
+from dmuon.newton_schulz.backend import BACKENDS, PLAIN
+from dmuon.newton_schulz.choice import cached_parts, choose_backend, obstacle
 from dmuon.newton_schulz.gram import gram_newton_schulz
+from dmuon.newton_schulz.products import diagonal_side
+from tests.support.reference import (
+    map_singular_values,
+    reference_newton_schulz,
+    reference_orthogonalize,
+    with_spectrum,
+)
 
-# `dmuon.orthogonalize` as an attribute is the function.
-engine = sys.modules["dmuon.newton_schulz.engine"]
 ORIGINAL = resolve_coefficients("original")
-CPU_BACKENDS = [name for name in BACKENDS if not name.endswith(("triton", "quack"))]
-
-
-def with_spectrum(sigma, length, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    size = len(sigma)
-    u, _ = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64))
-    v, _ = torch.linalg.qr(torch.randn(length, size, generator=generator, dtype=torch.float64))
-    return ((u * sigma) @ v.mT).float()
+CPU_BACKENDS = [backend for backend in BACKENDS if backend.product in {"dense", "blocks"}]
 
 
 def inputs():
@@ -81,7 +81,7 @@ def test_the_two_references_agree():
 def test_equals_torch_muon_in_its_dtype_to_rounding(shape):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(2)).bfloat16()
     expected = _zeropower_via_newtonschulz(x.clone(), ORIGINAL[0], 5, 1e-7)
-    found = orthogonalize(x, coefficients=ORIGINAL, backend="newton_schulz")
+    found = orthogonalize(x, coefficients=ORIGINAL, backend="newton_schulz+dense")
     assert found.dtype == torch.bfloat16
     assert (found - expected).norm() <= 0.02 * expected.norm()
 
@@ -92,10 +92,10 @@ def test_equals_torch_muon_in_its_dtype_to_rounding(shape):
 @pytest.mark.parametrize(
     ("backend", "dtype", "tolerance"),
     [
-        ("newton_schulz", torch.bfloat16, 0.024),
-        ("newton_schulz", torch.float16, 0.003),
-        ("gram", torch.bfloat16, 0.04),
-        ("gram", torch.float16, 0.006),
+        ("newton_schulz+dense", torch.bfloat16, 0.024),
+        ("newton_schulz+dense", torch.float16, 0.003),
+        ("gram+dense", torch.bfloat16, 0.04),
+        ("gram+dense", torch.float16, 0.006),
     ],
 )
 @pytest.mark.parametrize("name", ["original", "you", "polar_express_gram"])
@@ -228,6 +228,28 @@ def test_any_random_matrix_is_mapped_as_in_float64(shape, seed, exponent, name, 
     )
 
 
+def test_the_public_function_needs_no_coefficients_and_takes_names_triples_and_lists():
+    x = torch.randn(6, 9, generator=torch.Generator().manual_seed(13))
+    expected = reference_orthogonalize(x, ORIGINAL)
+    for spec in ({}, {"coefficients": ORIGINAL[0]}, {"coefficients": [list(t) for t in ORIGINAL]}):
+        torch.testing.assert_close(
+            dmuon.orthogonalize(x, **spec).double(), expected, atol=1e-5, rtol=0
+        )
+    three = dmuon.orthogonalize(x, coefficients="you", steps=3)
+    you = reference_orthogonalize(x, resolve_coefficients("you", 3))
+    torch.testing.assert_close(three.double(), you, atol=1e-5, rtol=0)
+    with pytest.raises(ValueError, match="known names"):
+        dmuon.orthogonalize(x, coefficients="jordan")
+
+
+@pytest.mark.parametrize("product", ["dense", "blocks"])
+def test_a_backend_is_taken_as_a_pair_or_as_text(product):
+    x = torch.randn(6, 9, generator=torch.Generator().manual_seed(14))
+    named = Backend("gram", product)
+    assert Backend.parse(str(named)) == named
+    assert torch.equal(orthogonalize(x, backend=named), orthogonalize(x, backend=f"gram+{product}"))
+
+
 @pytest.mark.parametrize(
     ("x", "backend", "message"),
     [
@@ -235,33 +257,30 @@ def test_any_random_matrix_is_mapped_as_in_float64(shape, seed, exponent, name, 
         (torch.ones(3, 3, dtype=torch.int32), "auto", "floating"),
         (torch.ones(3, 3).to(torch.float8_e4m3fn), "auto", "floating"),
         (torch.ones(3, 3), "quick", "known"),
+        (torch.ones(3, 3), "gram_blocks", "known"),
         (torch.ones(0, 3), "quick", "known"),
-        (torch.ones(3, 3), "gram_quick", "known"),
-        (torch.ones(3, 3), "gram_triton", "CUDA"),
-        (torch.ones(3, 3), "newton_schulz_quack", "CUDA"),
+        (torch.ones(3, 3), "gram+triton", "CUDA"),
+        (torch.ones(3, 3), Backend("newton_schulz", "quack"), "CUDA"),
     ],
 )
 def test_misuse_is_refused(x, backend, message):
     with pytest.raises(ValueError, match=message):
-        orthogonalize(x, coefficients=ORIGINAL, backend=backend)
+        orthogonalize(x, backend=backend)
 
 
-def test_gram_form_is_refused_where_no_restarts_are_known_and_auto_avoids_it():
-    long = resolve_coefficients("original", 20)
+def test_gram_form_is_refused_where_it_is_not_safe():
     x = torch.randn(8, 32)
-    with pytest.raises(ValueError, match="no known restarts"):
-        orthogonalize(x, coefficients=long, dtype=torch.bfloat16, backend="gram")
-    assert choose_backend(x[None].bfloat16(), long) == "newton_schulz"
+    with pytest.raises(ValueError, match=r"is not safe in torch\.bfloat16"):
+        orthogonalize(x, coefficients="polar_express", dtype=torch.bfloat16, backend="gram+dense")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_list_that_diverges_in_half_precision_is_refused_there(dtype):
     # It peaks on the edge of its interval: rounding takes a singular value across, and away.
-    cans = resolve_coefficients("cans")
     x = torch.randn(64, 256)
-    with pytest.raises(ValueError, match=r"diverges.*rounds.*wider dtype"):
-        orthogonalize(x, coefficients=cans, dtype=dtype)
-    assert orthogonalize(x, coefficients=cans).isfinite().all()
+    with pytest.raises(ValueError, match=r"rounds.*wider dtype"):
+        orthogonalize(x, coefficients="cans", dtype=dtype)
+    assert orthogonalize(x, coefficients="cans").isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.complex64, torch.bool, torch.float8_e5m2])
@@ -273,17 +292,20 @@ def test_a_dtype_that_cannot_be_iterated_is_refused(dtype):
 @pytest.mark.parametrize(
     ("backend", "device", "dtype", "reason"),
     [
-        ("gram", "cpu", torch.float32, None),
-        ("newton_schulz_triton", "cuda", torch.float32, None),
-        ("gram_triton", "cuda", torch.float64, "bfloat16"),
-        ("newton_schulz_blocks", "cuda", torch.float32, "CPU"),
-        ("newton_schulz_quack", "cuda", torch.float32, "bfloat16"),
-        ("newton_schulz_quack", "cuda", torch.bfloat16, "cannot be imported"),
+        ("gram+dense", "cpu", torch.float32, None),
+        ("newton_schulz+triton", "cuda", torch.float32, None),
+        ("gram+triton", "cuda", torch.float64, "bfloat16"),
+        ("newton_schulz+blocks", "cuda", torch.float32, "CPU"),
+        ("newton_schulz+quack", "cuda", torch.float32, "bfloat16"),
+        ("newton_schulz+quack", "cuda", torch.bfloat16, "cannot be imported"),
     ],
 )
 def test_a_backend_says_what_it_needs(backend, device, dtype, reason):
-    found = obstacle(backend, ORIGINAL, device=torch.device(device), dtype=dtype)
+    found = obstacle(Backend.parse(backend), ORIGINAL, torch.device(device), dtype)
     assert (found is None) if reason is None else (reason in found)
+
+
+QUACK = Backend("gram", "quack")
 
 
 @pytest.mark.parametrize("broken", ["__init__.py", "gemm_interface.py"])
@@ -293,39 +315,90 @@ def test_a_package_that_fails_to_import_is_an_obstacle(broken, tmp_path, monkeyp
         code = "raise RuntimeError('no driver')" if name == broken else ""
         (tmp_path / "quack" / name).write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    backends.is_importable.cache_clear()
-    device = torch.device("cuda")
-    reason = obstacle("gram_quack", ORIGINAL, device=device, dtype=torch.bfloat16)
+    choice.is_importable.cache_clear()
+    reason = obstacle(QUACK, ORIGINAL, torch.device("cuda"), torch.bfloat16)
     assert "cannot be imported" in reason
-    backends.is_importable.cache_clear()
+    choice.is_importable.cache_clear()
     sys.modules.pop("quack", None)
 
 
 def test_a_kernel_is_not_offered_to_an_older_gpu(monkeypatch):
-    monkeypatch.setattr(backends, "is_importable", lambda module: True)
+    monkeypatch.setattr(choice, "is_importable", lambda module: True)
     for capability, usable in [((8, 0), False), ((9, 0), True), ((10, 0), True)]:
         monkeypatch.setattr(
             torch.cuda, "get_device_capability", lambda device, found=capability: found
         )
-        reason = obstacle("gram_quack", ORIGINAL, device=torch.device("cuda"), dtype=torch.bfloat16)
+        reason = obstacle(QUACK, ORIGINAL, torch.device("cuda"), torch.bfloat16)
         assert (reason is None) == usable
 
 
-@pytest.mark.parametrize("limit", [1, 3 * 2 * 4 * (6 + 4) * 4, 2**30])
-def test_a_batch_is_iterated_in_parts_that_the_caches_hold(limit, monkeypatch):
+@pytest.mark.parametrize(
+    ("limit", "sizes"), [(1, [1] * 7), (3 * 2 * 4 * (6 + 4) * 4, [3, 2, 2]), (2**30, [7])]
+)
+def test_a_batch_is_iterated_in_parts_that_the_caches_hold(limit, sizes, monkeypatch):
     x = torch.randn(7, 4, 6, generator=torch.Generator().manual_seed(12))
-    expected = torch.stack([orthogonalize(each, coefficients=ORIGINAL) for each in x])
-    sizes = []
+    expected = torch.stack([orthogonalize(each) for each in x])
+    seen = []
 
-    def iteration(backend, y, coefficients):
-        iterate = backends.iteration(backend, y, coefficients)
-        return lambda part: (sizes.append(len(part)), iterate(part))[1]
+    def newton_schulz(part, coefficients, *, product):
+        seen.append(len(part))
+        return right(part, coefficients, product=product)
 
-    monkeypatch.setattr(engine, "iteration", iteration)
-    monkeypatch.setattr(engine, "CACHE_BYTES", limit)
-    found = orthogonalize(x, coefficients=ORIGINAL)
-    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
-    assert sizes == {1: [1] * 7, 2**30: [7]}.get(limit, [3, 3, 1])
+    right = polar.newton_schulz
+    monkeypatch.setattr(polar, "newton_schulz", newton_schulz)
+    monkeypatch.setattr(choice, "CACHE_BYTES", limit)
+    torch.testing.assert_close(orthogonalize(x), expected, atol=1e-6, rtol=0)
+    assert seen == sizes
+    assert cached_parts(7, (4, 6), torch.float32, "cpu") == len(sizes)
+    assert cached_parts(7, (4, 6), torch.float32, "cuda") == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("parts", [1, 2, 5])
+def test_a_stack_gives_what_the_public_function_gives(dtype, parts):
+    x = torch.randn(5, 6, 9, generator=torch.Generator().manual_seed(15))
+    method = Method(ORIGINAL, 1e-7, dtype)
+    found = orthogonalize_stack(x, method, PLAIN, parts)
+    expected = orthogonalize(x, dtype=dtype, backend=PLAIN)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.05
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=0)
+    assert found.dtype == torch.float32
+
+
+class CountOps(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_stack_dispatches_a_fixed_number_of_operators():
+    method = Method(ORIGINAL, 1e-7, torch.float32)
+    numbers = set()
+    for batch in (1, 500):
+        with CountOps() as count:
+            orthogonalize_stack(torch.ones(batch, 4, 6), method, PLAIN)
+        numbers.add(count.number)
+    (number,) = numbers
+    # Four a step (one of them a view), and the normalization.
+    assert number <= 4 * 5 + 14
+
+
+def test_equal_methods_look_equal_and_others_differ():
+    base = Method(ORIGINAL, 1e-7, torch.float32)
+    others = [
+        Method(resolve_coefficients("you"), 1e-7, torch.float32),
+        Method(ORIGINAL[:4], 1e-7, torch.float32),
+        Method(ORIGINAL, 1.00000001e-7, torch.float32),
+        Method(ORIGINAL, 1e-7, torch.bfloat16),
+        Method(ORIGINAL, 1e-7, torch.float32, aol=True),
+    ]
+    assert len({base, *others}) == len({str(method) for method in (base, *others)}) == 6
+    assert Method(ORIGINAL, 1e-7, torch.float32) == base
+    assert str(Method(ORIGINAL, 1e-7, torch.float32)) == str(base)
 
 
 @pytest.mark.parametrize(
@@ -348,15 +421,8 @@ def test_a_batch_is_iterated_in_parts_that_the_caches_hold(limit, monkeypatch):
 def test_auto_takes_blocks_where_enough_is_saved(size, side, blocks):
     assert diagonal_side(size) == side
     for length in (size, 4 * size):
-        chosen = choose_backend(torch.empty(1, size, length), ORIGINAL)
-        assert chosen.endswith("_blocks") == blocks
-
-
-def test_auto_chooses_by_shape_alone():
-    for size, length in itertools.product([64, 300], [64, 300, 900]):
-        if size <= length:
-            choices = {choose_backend(torch.empty(b, size, length), ORIGINAL) for b in (1, 2, 64)}
-            assert len(choices) == 1
+        chosen = choose_backend((size, length), ORIGINAL, dtype=torch.float32, device_type="cpu")
+        assert (chosen.product == "blocks") == blocks
 
 
 @pytest.mark.filterwarnings("error")
@@ -364,9 +430,9 @@ def test_auto_chooses_by_shape_alone():
     ("backend", "dtype"),
     [
         ("auto", torch.float32),
-        ("newton_schulz", torch.float32),
-        ("gram", torch.float32),
-        ("gram", torch.bfloat16),
+        ("newton_schulz+dense", torch.float32),
+        ("gram+dense", torch.float32),
+        ("gram+dense", torch.bfloat16),
     ],
 )
 def test_compiles_without_graph_breaks_and_without_recompiling(backend, dtype):
