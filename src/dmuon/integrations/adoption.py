@@ -131,13 +131,7 @@ def adopt_state(
     targets = _targets(optimizer, mine)
     problems: list[str] = []
     entries = _entries(state_dicts, names, {target.fqn for target in targets}, problems)
-    adopted: dict[int, list[Adopted]] = {}
-    for target in targets:
-        if target.fqn in entries:
-            try:
-                adopted[target.number] = convention.adopt(target, entries[target.fqn], heavy_ball)
-            except ValueError as error:
-                problems.append(str(error))
+    adopted = _adopt(targets, entries, convention, heavy_ball, problems)
     report = _report([*chain(*adopted.values())], targets, entries, convention)
     if strict:
         problems += [f"{fqn}: the source has no state for it" for fqn in report.fresh]
@@ -305,26 +299,52 @@ def _entries(
     return entries
 
 
+def _adopt(
+    targets: Sequence[_Target],
+    entries: Mapping[str, _Entry],
+    convention: _Convention,
+    heavy_ball: bool,
+    problems: list[str],
+) -> dict[int, list[Adopted]]:
+    """What becomes of the state that was found, by the parameter's number."""
+    adopted: dict[int, list[Adopted]] = {}
+    for target in targets:
+        if target.fqn in entries:
+            try:
+                adopted[target.number] = convention.adopt(target, entries[target.fqn], heavy_ball)
+            except ValueError as error:
+                problems.append(str(error))
+    return adopted
+
+
 def _named(
     state_dict: StateDict, number: int, names: Sequence[str] | None
 ) -> Iterator[tuple[str, int | str, Mapping[str, Any]]]:
     """Name, key and group of every parameter of a state dict."""
     groups = state_dict["param_groups"]
     keys = [key for group in groups for key in group["params"]]
+    names = _own_names(groups, keys) if names is None else names
     if names is None:
-        if all(isinstance(key, str) for key in keys):
-            names = keys
-        elif all("param_names" in group for group in groups):
-            names = [name for group in groups for name in group["param_names"]]
-        else:
-            raise ValueError(
-                f"state dict {number} has no names; give names=, for each state dict the FQNs of "
-                "its parameters in the order of its groups"
-            )
+        raise ValueError(
+            f"state dict {number} has no names; give names=, for each state dict the FQNs of "
+            "its parameters in the order of its groups"
+        )
     if len(names) != len(keys):
         raise ValueError(f"state dict {number} has {len(keys)} parameters, but {len(names)} names")
     owners = [group for group in groups for _ in group["params"]]
     return zip(names, keys, owners, strict=True)
+
+
+def _own_names(
+    groups: Sequence[Mapping[str, Any]], keys: Sequence[int | str]
+) -> Sequence[str] | None:
+    """The names that a state dict itself gives its parameters, if it does."""
+    names = [key for key in keys if isinstance(key, str)]
+    if len(names) == len(keys):
+        return names
+    if all("param_names" in group for group in groups):
+        return [name for group in groups for name in group["param_names"]]
+    return None
 
 
 def _equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
