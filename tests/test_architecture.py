@@ -9,7 +9,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "dmuon"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
-MAY_COMMUNICATE = {"clip.py", "exchange.py"}
+MAY_COMMUNICATE = {"clip.py", "agreement.py", "exchange.py", "reduce.py"}
 # Prefixes: `all_` covers `all_gather_object` and `all_to_all_single`.
 COLLECTIVES = ("all_", "barrier", "batch_isend_irecv", "broadcast", "gather", "irecv", "isend")
 COLLECTIVES += ("monitored_barrier", "recv", "reduce", "scatter", "send")
