@@ -23,14 +23,13 @@ from dmuon.layout.layout import (
     Layout,
     Sharding,
     chunk_range,
-    local_part,
     merge_runs,
-    read_layout,
     single_rank,
     take_runs,
-    wire_device,
 )
+from dmuon.layout.local import local_part
 from dmuon.layout.matrices import matrices_of, runs_size
+from dmuon.layout.placements import read_layout, wire_device
 
 
 @dataclass(frozen=True)

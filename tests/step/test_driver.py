@@ -1,4 +1,4 @@
-from dmuon.step.bucket import drive
+from dmuon.step.driver import drive
 
 
 def lives(count, log):
