@@ -64,7 +64,7 @@ def batch_shapes(
 
 
 class _Batch(NamedTuple):
-    """Matrices of a call: their shape, how many, their own numbers of elements, measured seconds."""
+    """Matrices of a call: shape, how many, their own numbers of elements, measured seconds."""
 
     shape: Shape
     matrices: int
