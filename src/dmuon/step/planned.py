@@ -85,11 +85,10 @@ class Planned:
             for p in self.others
             if p.domain == domain
         }
-        return {
-            **describe(self.plan, domain),
-            **elementwise,
-            "the optimizer": (f"{self._options}, tuning {self._timings.digest}", ""),
-        }
+        options = f"{self._options}, tuning {self._timings.digest}"
+        first = next((fqn for fqn, _ in self.by_domain.get(domain, [])), "no parameter")
+        mine = {f"{first} and the optimizer's options": (options, "")}
+        return {**describe(self.plan, domain), **elementwise, **mine}
 
     def buckets(self, absent: frozenset[str]) -> list[LocalBucket]:
         """This rank's part in every bucket when `absent` have no gradient on any rank."""
