@@ -12,6 +12,7 @@ from torch import Tensor
 from dmuon.algorithms import ALGORITHMS, Matrices, StateKind
 from dmuon.layout.local import local, local_grad, local_part
 from dmuon.newton_schulz import Backend, Method
+from dmuon.options import scales_of
 from dmuon.plan.batches import batch_shapes, resolve_backend
 from dmuon.plan.cost import Timings
 from dmuon.plan.fingerprint import Description, describe, digest
@@ -82,14 +83,15 @@ class Planned:
         return {**self._describe(domain), **now}
 
     def _describe(self, domain: Domain) -> Description:
-        elementwise = {
-            p.fqn: (f"shape {p.target.shape}, {p.algorithm.name}, {p.target}", "")
-            for p in self.others
+        firsts = self._groups.get(domain, {})
+        params = {
+            p.fqn: (f"{_facts(p)}, in the group of {firsts[id(p.group)].fqn}", "")
+            for p in self.everyone
             if p.domain == domain
         }
         return {
             **describe(self.plan, domain),
-            **elementwise,
+            **params,
             "the optimizer": (f"{self._options}, tuning {self._timings.digest}", ""),
         }
 
@@ -164,6 +166,15 @@ class Planned:
             ]
             weights = [local(p.weight) for p in members]
             algorithm.stages(weights, grads, states, members[0].group)
+
+
+def _facts(p: PlannedParam) -> str:
+    """What ranks must agree on of a parameter, besides its matrices."""
+    scales = [*scales_of(p.group, p.param.shape).values()] if p.algorithm.matrices else []
+    return (
+        f"shape {p.target.shape}, {p.algorithm.name}, {p.target}, {p.param.dtype}, requires_grad "
+        f"{p.param.requires_grad}, scales {scales}"
+    )
 
 
 def hyperparameters(group: Mapping[str, Any]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dmuon.layout.local import local
-from dmuon.options import Settings
+from dmuon.options import Settings, check_numbers
 from dmuon.plan.cost import Timings
 from dmuon.plan.plan import Domain
 from dmuon.state.initial import MASTER
@@ -29,7 +29,7 @@ from dmuon.transport.settle import settle_gradients
 from dmuon.tuning.measure import timings_allowed
 
 Named = Callable[[], list[NamedParam]]
-State = Callable[[], Mapping[Tensor, Mapping[str, Tensor]]]
+State = Callable[[], MutableMapping[Tensor, Mapping[str, Tensor]]]
 
 
 def eager(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -125,30 +125,40 @@ class Stepper:
 
     def _agree(self) -> tuple[Planned, frozenset[str]]:
         """The plan, and the parameters without gradient anywhere, as all ranks see them."""
-        problem = None
+        problem, state = None, self._state()
+        before = dict(state)
         try:
             self._renew()
         except Exception as error:  # noqa: BLE001 - every rank must hear of it
             problem, self._planned = error, None
         planned = self._planned
-        absent = settle_gradients(
-            self._exchange.groups,
-            {
-                domain: planned.by_domain.get(domain, []) if planned else []
-                for domain in self._domains
-            },
-            digest=planned.digest if planned else _unknown,
-            describe=planned.describe if planned else _unknown,
-            problem=problem,
-        )
+        try:
+            absent = settle_gradients(
+                self._exchange.groups,
+                {
+                    domain: planned.by_domain.get(domain, []) if planned else []
+                    for domain in self._domains
+                },
+                digest=planned.digest if planned else _unknown,
+                describe=planned.describe if planned else _unknown,
+                problem=problem,
+            )
+        except BaseException:
+            # Made and dropped for parameters that are refused, and may be taken back.
+            state.clear()
+            state.update(before)
+            raise
         assert planned is not None
         return planned, absent
 
     def _renew(self) -> None:
         """Plan again if anything has changed that a plan depends on."""
         named = self._named()
-        if self._planned is not None and self._planned.signature == signature(named, self._state()):
-            return
+        if self._planned is not None:
+            for group, name in {id(group): (group, name) for name, _, group in named}.values():
+                check_numbers(group, f"{name} and its group")
+            if self._planned.signature == signature(named, self._state()):
+                return
         self._domains = domains_of(named, self.settings.process_group)
         self._exchange.groups.adopt((p for _, p, _ in named), self.settings.process_group)
         self._planned = self.plan()
