@@ -77,7 +77,9 @@ def replacing(make):
 def cut_short(job):
     """A local tensor that the placements do not imply, which only this rank can see."""
     rows = job.params["tall"].to_local().detach()[1:]
-    return DTensor.from_local(rows, job.mesh, [Shard(0)], run_check=False, shape=(7, 5), stride=(5, 1))
+    return DTensor.from_local(
+        rows, job.mesh, [Shard(0)], run_check=False, shape=(7, 5), stride=(5, 1)
+    )
 
 
 def drop(job):

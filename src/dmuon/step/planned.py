@@ -59,9 +59,11 @@ class Planned:
         self.everyone = params
         self.params = [p for p in params if p.algorithm.matrices]
         self.others = [p for p in params if not p.algorithm.matrices]
-        members: dict[Domain, list[PlannedParam]] = {}
+        # By name: ranks may list their parameters in any order.
+        self._members: dict[Domain, list[PlannedParam]] = {}
         for p in sorted(params, key=lambda p: p.fqn):
-            members.setdefault(p.domain, []).append(p)
+            self._members.setdefault(p.domain, []).append(p)
+        members = self._members
         self.by_domain = {d: [(p.fqn, p.param) for p in found] for d, found in members.items()}
         self._timings, self._options = timings, options
         self._groups = {
@@ -86,8 +88,7 @@ class Planned:
         firsts = self._groups.get(domain, {})
         params = {
             p.fqn: (f"{_facts(p)}, in the group of {firsts[id(p.group)].fqn}", "")
-            for p in self.everyone
-            if p.domain == domain
+            for p in self._members.get(domain, [])
         }
         return {
             **describe(self.plan, domain),
