@@ -181,11 +181,11 @@ _Held = tuple[int, int, Piece]
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """A slab with the pieces it is made of, and the first rank that any of them travels to."""
+    """A slab with the pieces it is made of, and the ranks that those come from or go to."""
 
     slab: Slab
     pieces: list[_Held]
-    peer: float
+    peers: frozenset[int]
 
 
 def program_of(itinerary: Itinerary, stacking: Stacking) -> Program:
@@ -198,14 +198,12 @@ def program_of(itinerary: Itinerary, stacking: Stacking) -> Program:
     domain, gather, scatter = itinerary.bucket.domain, itinerary.gather, itinerary.scatter
     held = [(*key, piece) for key, piece in itinerary.held.items()]
     sources = _groups(itinerary, held, "source", (*gather.sends, *gather.kept))
-    used = {(leg.position, leg.cargo) for leg in (*gather.sends, *gather.kept)}
-    inputs, in_inputs = _flat([g for g in sources if _touches(g, used)])
+    inputs, in_inputs = _flat([group for group in sources if group.peers])
     back = (*scatter.receives, *scatter.kept)
     stored = [(leg.position, leg.cargo, leg.piece) for leg in back]
     targets = _groups(itinerary, stored, "target", back)
-    received = {(leg.position, leg.cargo) for leg in scatter.receives}
-    arrivals, in_arrivals = _flat([g for g in targets if _touches(g, received)])
-    stays, in_stays = _flat([g for g in targets if not _touches(g, received)])
+    stays, in_stays = _flat([group for group in targets if group.peers == {itinerary.rank}])
+    arrivals, in_arrivals = _flat([group for group in targets if group.peers != {itinerary.rank}])
     inbox, outbox = _wire(gather.receives), _wire(scatter.sends)
 
     def stack(number: int, shape: tuple[int, int, int], slots: Mapping[int, _Place]) -> Stack:
@@ -223,7 +221,7 @@ def program_of(itinerary: Itinerary, stacking: Stacking) -> Program:
 
     return Program(
         itinerary.bucket,
-        idle=tuple(g.slab for g in sources if not _touches(g, used)),
+        idle=tuple(group.slab for group in sources if not group.peers),
         inputs=inputs,
         gather=_transfer(gather, domain),
         pack=_join(gather.sends, in_inputs, _wire(gather.sends)),
@@ -242,22 +240,27 @@ def _groups(
     legs: Sequence[Leg],
 ) -> list[_Group]:
     """The slabs of one side, in the order in which their first pieces travel; what stays, last."""
-    peers: dict[tuple[int, int], float] = {}
+    peers: dict[tuple[int, int], set[int]] = defaultdict(set)
     for leg in legs:
-        peer = math.inf if leg.peer == itinerary.rank else leg.peer
-        key = leg.position, leg.cargo
-        peers[key] = min(peer, peers.get(key, math.inf))
+        peers[leg.position, leg.cargo].add(leg.peer)
     by_tensor: dict[tuple[str, str], list[_Held]] = defaultdict(list)
     for position, number, piece in sorted(held, key=lambda h: h[:2]):
         request = itinerary.bucket.assignments[position].request
         cargo = request.cargo[number]
         by_tensor[request.matrix.fqn, cargo.key].append((position, number, piece))
-    groups = []
-    for pieces in by_tensor.values():
-        for slab, members in _slabs(itinerary, pieces, side):
-            first = min(peers.get((position, number), math.inf) for position, number, _ in members)
-            groups.append(_Group(slab, members, first))
-    return sorted(groups, key=lambda g: (g.peer, g.pieces[0][1], g.pieces[0][0]))
+    groups = [
+        _Group(slab, members, frozenset().union(*(peers[m[:2]] for m in members)))
+        for pieces in by_tensor.values()
+        for slab, members in _slabs(itinerary, pieces, side)
+    ]
+    away = {itinerary.rank: math.inf}
+    return sorted(
+        groups,
+        key=lambda g: (
+            min((away.get(peer, peer) for peer in g.peers), default=math.inf),
+            *g.pieces[0][1::-1],
+        ),
+    )
 
 
 def _slabs(
@@ -353,10 +356,6 @@ def _spans(runs: Runs) -> Iterator[tuple[int, int, int]]:
     for start, stop in runs:
         yield position, start, stop - start
         position += stop - start
-
-
-def _touches(group: _Group, keys: set[tuple[int, int]]) -> bool:
-    return any((position, number) in keys for position, number, _ in group.pieces)
 
 
 def _transfer(route: Route, domain: Domain) -> Transfer:

@@ -160,7 +160,7 @@ def _fit_state(
     # A flattened state dict gives an empty dict for what was not saved.
     found = {key for key, value in saved.items() if not isinstance(value, Mapping)}
     missing = sorted({*keys} - found)
-    if not found & state.keys():
+    if not found & {key for algorithm in ALGORITHMS.values() for key in algorithm.state}:
         return {key: saved[key] for key in found}
     if missing:
         raise ValueError(

@@ -20,8 +20,7 @@ from dmuon.newton_schulz.method import check_precision, dtype_name
 from dmuon.options import at, scales_of
 from dmuon.plan.plan import Cargo, Domain, Request
 from dmuon.state.initial import MASTER
-
-NamedParam = tuple[str, Tensor, dict[str, Any]]
+from dmuon.state.managed import NamedParam
 
 
 @dataclass(frozen=True, slots=True)

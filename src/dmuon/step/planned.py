@@ -58,9 +58,7 @@ class Planned:
         self.everyone = params
         self.params = [p for p in params if p.algorithm.matrices]
         self.others = [p for p in params if not p.algorithm.matrices]
-        members: dict[Domain, list[PlannedParam]] = {}
-        for p in sorted(params, key=lambda p: p.fqn):
-            members.setdefault(p.domain, []).append(p)
+        members = _members(params)
         self.by_domain = {d: [(p.fqn, p.param) for p in found] for d, found in members.items()}
         self._timings, self._options = timings, options
         self._groups = {
@@ -164,6 +162,14 @@ class Planned:
             ]
             weights = [local(p.weight) for p in members]
             algorithm.stages(weights, grads, states, members[0].group)
+
+
+def _members(params: Sequence[PlannedParam]) -> dict[Domain, list[PlannedParam]]:
+    """Parameters of each domain, by name."""
+    found: dict[Domain, list[PlannedParam]] = {}
+    for p in sorted(params, key=lambda p: p.fqn):
+        found.setdefault(p.domain, []).append(p)
+    return found
 
 
 def hyperparameters(group: Mapping[str, Any]) -> str:

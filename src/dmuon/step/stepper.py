@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from dmuon.layout.local import local
-from dmuon.options import Settings
 from dmuon.plan.cost import Timings
 from dmuon.plan.plan import Domain
 from dmuon.state.initial import MASTER
+from dmuon.state.managed import ManagedOptimizer
 from dmuon.state.masters import refresh_, store_
 from dmuon.step.bucket import Life, StepStats, bucket_life
 from dmuon.step.driver import drive
 from dmuon.step.nonfinite import nonfinite_param
-from dmuon.step.parameters import NamedParam, domains_of, signature
+from dmuon.step.parameters import domains_of, signature
 from dmuon.step.planned import Planned
 from dmuon.step.planner import make_planned
 from dmuon.step.tuning import measure_together
 from dmuon.transport.exchange import Exchange
 from dmuon.transport.settle import settle_gradients
 from dmuon.tuning.measure import timings_allowed
-
-Named = Callable[[], list[NamedParam]]
-State = Callable[[], Mapping[Tensor, Mapping[str, Tensor]]]
 
 
 def eager(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -52,23 +48,14 @@ def _unknown(_: Domain) -> Any:  # noqa: ANN401 - never asked of a rank that has
 
 
 class Stepper:
-    """Keeps the plan, the exchange and the measured times of one optimizer.
+    """Keeps the plan and the exchange of one optimizer.
 
     Args:
-        settings: What the optimizer was made with.
-        named: Gives its parameters, with names and groups.
-        state: Gives its state.
-        check: Checks its groups and brings its state up to its parameters.
-
-    Attributes:
-        settings: As given; after `tune` with what was measured.
+        optimizer: Its parameters, state and settings.
     """
 
-    def __init__(
-        self, settings: Settings, named: Named, state: State, check: Callable[[], None]
-    ) -> None:
-        self.settings = settings
-        self._named, self._state, self._check = named, state, check
+    def __init__(self, optimizer: ManagedOptimizer) -> None:
+        self._optimizer = optimizer
         self._exchange = Exchange()
         self._domains: list[Domain] = []
         self._planned: Planned | None = None
@@ -92,11 +79,12 @@ class Stepper:
         Raises:
             ValueError: One of them cannot be optimized.
         """
-        self._check()
-        named, rank = self._named(), dist.get_rank() if dist.is_initialized() else 0
-        tuning, settings = self.settings.tuning, self.settings
+        optimizer, rank = self._optimizer, dist.get_rank() if dist.is_initialized() else 0
+        optimizer.check()
+        tuning = optimizer.settings.tuning
         timings = tuning if isinstance(tuning, Timings) and timings_allowed() else Timings()
-        return make_planned(named, self._state(), settings, timings, rank)
+        named, state = optimizer.named_params(), optimizer.state
+        return make_planned(named, state, optimizer.settings, timings, rank)
 
     def tune(self) -> tuple[Timings, bool]:
         """Measure the batches of the plan and follow that from now on.
@@ -106,20 +94,19 @@ class Stepper:
 
         Collective: all ranks of each domain.
         """
-        self.settings = replace(self.settings, tuning=Timings())
+        self._follow(Timings())
         planned, _ = self._agree()
         groups = self._exchange.groups
         timings, is_first = measure_together(groups, self._domains, planned)
-        self.settings = replace(self.settings, tuning=timings)
-        self._planned = None
+        self._follow(timings)
         return timings, is_first
 
-    def forget(self) -> None:
-        """Plan anew at the next step."""
+    def _follow(self, timings: Timings) -> None:
+        self._optimizer.settings = replace(self._optimizer.settings, tuning=timings)
         self._planned = None
 
     def _must_measure(self, planned: Planned) -> bool:
-        mode = self.settings.tuning
+        mode = self._optimizer.settings.tuning
         on_accelerator = any(p.device.type == "cuda" for p in planned.params)
         return mode == "measure" or (mode == "auto" and on_accelerator)
 
@@ -146,13 +133,14 @@ class Stepper:
 
     def _renew(self) -> None:
         """Plan again if anything has changed that a plan depends on."""
-        named = self._named()
-        if self._planned is not None and self._planned.signature == signature(named, self._state()):
+        named, state = self._optimizer.named_params(), self._optimizer.state
+        if self._planned is not None and self._planned.signature == signature(named, state):
             return
-        self._domains = domains_of(named, self.settings.process_group)
-        self._exchange.groups.adopt((p for _, p, _ in named), self.settings.process_group)
+        process_group = self._optimizer.settings.process_group
+        self._domains = domains_of(named, process_group)
+        self._exchange.groups.adopt((p for _, p, _ in named), process_group)
         self._planned = self.plan()
-        self._planned.signature = signature(named, self._state())
+        self._planned.signature = signature(named, state)
 
     def _check_any(self, planned: Planned, absent: frozenset[str]) -> None:
         """Refuse a step without any gradient of Muon's that follows none with one."""
@@ -173,10 +161,10 @@ class Stepper:
 
     def _skips(self, planned: Planned) -> bool:
         """Whether no rank takes this step because a gradient of some rank is not finite."""
-        if self.settings.nonfinite == "propagate":
+        if self._optimizer.settings.nonfinite == "propagate":
             return False
-        raises = self.settings.nonfinite == "raise"
-        group = self.settings.nonfinite_group
+        raises = self._optimizer.settings.nonfinite == "raise"
+        group = self._optimizer.settings.nonfinite_group
         job = tuple(dist.get_process_group_ranks(group)) if dist.is_initialized() else (0,)
         fqn = nonfinite_param(self._exchange.groups, job, planned, name_it=raises)
         if raises and fqn is not None:
