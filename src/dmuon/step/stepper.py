@@ -111,7 +111,7 @@ class Stepper:
 
     def _must_measure(self, planned: Planned) -> bool:
         mode = self._optimizer.settings.tuning
-        on_accelerator = any(p.device.type == "cuda" for p in planned.params)
+        on_accelerator = any(p.device.type == "cuda" for p in planned.everyone)
         return mode == "measure" or (mode == "auto" and on_accelerator)
 
     def _agree(self) -> tuple[Planned, frozenset[str]]:

@@ -36,7 +36,7 @@ def measure_together(
         kinds |= found
     is_first, timings = planned.rank == domain[0], Timings()
     if is_first and kinds:
-        device = next(p.device for p in planned.params)
+        device = next(p.device for p in planned.everyone)
         timings = measure(kinds.values(), device, cache=default_path(device))
     said = gather(groups, domain, timings)
     return cast("dict[int, Timings]", said)[domain[0]], is_first
