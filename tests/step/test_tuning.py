@@ -78,7 +78,7 @@ def test_tune_writes_a_table_that_another_optimizer_follows(tmp_path):
 
 
 def measure_on_ranks(cache):
-    import os  # noqa: PLC0415
+    import os
 
     os.environ["DMUON_CACHE_DIR"] = f"{cache}/{dist.get_rank()}"
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
