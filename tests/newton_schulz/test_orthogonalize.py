@@ -176,7 +176,7 @@ def test_transposing_the_input_transposes_the_output(backend, shape):
 
 
 @pytest.mark.parametrize("shape", [(8, 16), (64, 64), (260, 300), (256, 600)])
-def test_a_matrix_does_not_depend_on_its_batch(shape):
+def test_r69_a_matrix_does_not_depend_on_its_batch(shape):
     x = torch.randn(3, *shape, generator=torch.Generator().manual_seed(9))
     together = orthogonalize(x, coefficients=ORIGINAL)
     alone = torch.stack([orthogonalize(matrix, coefficients=ORIGINAL) for matrix in x])
