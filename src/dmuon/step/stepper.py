@@ -157,11 +157,8 @@ class Stepper:
     def _renew(self) -> None:
         """Plan again if anything has changed that a plan depends on."""
         named = self._named()
-        if self._planned is not None:
-            for group, name in {id(group): (group, name) for name, _, group in named}.values():
-                check_numbers(group, f"{name} and its group")
-            if self._planned.signature == signature(named, self._state()):
-                return
+        if self._planned is not None and self._is_as_planned(self._planned, named):
+            return
         self._domains = domains_of(named, self.settings.process_group)
         job = self._job()
         if job and any(not set(domain) <= set(job) for domain in self._domains):
@@ -174,6 +171,14 @@ class Stepper:
         self._exchange.groups.adopt((p for _, p, _ in named), self.settings.process_group)
         self._planned = self.plan()
         self._planned.signature = signature(named, self._state())
+
+    def _is_as_planned(self, planned: Planned, named: list[NamedParam]) -> bool:
+        try:
+            for group in {id(group): group for _, _, group in named}.values():
+                check_numbers(group, "")
+        except ValueError:
+            return False  # where all is checked they are made plain first, and named
+        return planned.signature == signature(named, self._state())
 
     def _check_any(self, planned: Planned, absent: frozenset[str]) -> None:
         """Refuse a step without any gradient of Muon's that follows none with one.
