@@ -67,8 +67,8 @@ class Settings:
     def __post_init__(self) -> None:
         if self.shard_state and self.process_group is None:
             raise ValueError("shard_state=True needs the process_group of the replicated tensors")
-        if not self.bucket_bytes > 0:
-            raise ValueError(f"bucket_cap_mb must be > 0, got {self.bucket_bytes / MIB}")
+        if not (_in_range(self.bucket_bytes, math.inf) and self.bucket_bytes):
+            raise ValueError(f"bucket_cap_mb must be finite and > 0, got {self.bucket_bytes / MIB}")
         if self.nonfinite not in _NONFINITE:
             raise ValueError(f"nonfinite must be one of {_NONFINITE}, got {self.nonfinite!r}")
 
@@ -157,8 +157,8 @@ def plain(value: Any) -> Any:  # noqa: ANN401 - any hyperparameter
     """
     if value is None or isinstance(value, (bool, Tensor)):
         return value
-    if getattr(value, "shape", None) == ():  # NumPy's, whose bool is none of Python's numbers
-        value = value.item()
+    if hasattr(value, "tolist"):  # NumPy's, whose bool is none of Python's numbers
+        value = value.tolist()
     if isinstance(value, str):
         value = str.__str__(value)
     elif isinstance(value, Real):
@@ -191,6 +191,8 @@ def check_hyperparameters(values: Mapping[str, Any], where: str) -> None:
         ValueError: A value is out of range; says which and where.
     """
     check_numbers(values, where)
+    if not isinstance(values["nesterov"], int):
+        raise ValueError(f"{where}: nesterov must be True or False, got {values['nesterov']!r}")
     if not callable(values["adjust_lr_fn"]):  # a function is asked about real shapes only
         with at(where):
             lr_scale(values["adjust_lr_fn"], (1, 1))
@@ -266,11 +268,12 @@ def param_names(group: Mapping[str, Any], number: int) -> list[str]:
 def check_group(group: dict[str, Any], number: int) -> None:
     """Check the values of a group and that its parameters suit it.
 
-    Modifies: `group["split"]`, which becomes plain data.
+    Modifies: the group, whose values become plain data, also those written into it later.
 
     Raises:
         ValueError: Something does not fit; names the group or the parameter.
     """
+    group.update(plain_values(group))
     where = f"parameter group {number}"
     names, num_params = group.get("param_names"), len(group["params"])
     if names is not None and len(names) != num_params:

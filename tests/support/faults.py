@@ -53,7 +53,8 @@ class Job:
     def set_grads(self, step, names=None):
         for i, (name, p) in enumerate(self.params.items()):
             wanted = (names is None or name in names) and p.requires_grad
-            p.grad = laid_out_like(seeded(tuple(p.shape), step, i), p) if wanted else None
+            grad = seeded(tuple(p.shape), step, i).to(p.dtype)
+            p.grad = laid_out_like(grad, p) if wanted else None
 
     def whole(self):
         return {name: full_tensor(p).clone() for name, p in self.params.items()}

@@ -15,7 +15,7 @@ from dmuon.options import check_numbers
 from dmuon.plan.cost import Timings
 from dmuon.plan.plan import Domain
 from dmuon.state.initial import MASTER
-from dmuon.state.managed import ManagedOptimizer
+from dmuon.state.managed import ManagedOptimizer, NamedParam
 from dmuon.state.masters import refresh_, store_
 from dmuon.step.bucket import Life, StepStats, bucket_life
 from dmuon.step.driver import drive
@@ -145,11 +145,8 @@ class Stepper:
     def _renew(self) -> None:
         """Plan again if anything has changed that a plan depends on."""
         named, state = self._optimizer.named_params(), self._optimizer.state
-        if self._planned is not None:
-            for group, name in {id(group): (group, name) for name, _, group in named}.values():
-                check_numbers(group, f"{name} and its group")
-            if self._planned.signature == signature(named, state):
-                return
+        if self._planned is not None and self._is_as_planned(self._planned, named):
+            return
         process_group, job = self._optimizer.settings.process_group, self._job()
         self._domains = domains_of(named, process_group)
         if job and any(not set(domain) <= set(job) for domain in self._domains):
@@ -162,6 +159,14 @@ class Stepper:
         self._exchange.groups.adopt((p for _, p, _ in named), process_group)
         self._planned = self.plan()
         self._planned.signature = signature(named, state)
+
+    def _is_as_planned(self, planned: Planned, named: list[NamedParam]) -> bool:
+        try:
+            for group in {id(group): group for _, _, group in named}.values():
+                check_numbers(group, "")
+        except ValueError:
+            return False  # where all is checked they are made plain first, and named
+        return planned.signature == signature(named, self._optimizer.state)
 
     def _check_any(self, planned: Planned, absent: frozenset[str]) -> None:
         """Refuse a step without any gradient of Muon's that follows none with one.
