@@ -15,11 +15,13 @@ import time
 from functools import partial
 
 import torch
-from dmuon.newton_schulz.backends import BACKENDS, is_importable, obstacle
-from dmuon.newton_schulz.kernels.symmetric import triton_product
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 from dmuon.newton_schulz import orthogonalize, resolve_coefficients
+from dmuon.newton_schulz.backend import BACKENDS
+from dmuon.newton_schulz.choice import is_importable, obstacle
+from dmuon.newton_schulz.kernels.triton import triton_product
+from dmuon.newton_schulz.products import Terms
 from dmuon.newton_schulz.restarts import safe_restarts
 
 ORIGINAL = resolve_coefficients("original")

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from dmuon.layout.layout import Layout
 from dmuon.layout.local import has_grad, local, local_grad
 from dmuon.layout.placements import ranks_of, read_layout, wire_device
 from dmuon.options import param_names
@@ -83,15 +82,9 @@ def clip_grad_norm_(
         for number, group_ in enumerate(groups)
         for pair in zip(param_names(group_, number), group_["params"], strict=True)
     ]
-    params = [param for _, param in named]
     _settle(named)
     process_group = getattr(optimizer_or_params, "process_group", None)
-    replicas, is_spread = _num_replicas(params, process_group)
-    total = _local_total(params, replicas, norm_type)
-    if group is not None or is_spread:
-        op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
-        dist.all_reduce(total, op=op, group=group)
-    norm = (total if math.isinf(norm_type) else total.pow(1 / norm_type)).float()
+    norm = _norm([param for _, param in named], norm_type, process_group, group)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
             f"the gradient norm of order {norm_type} is {norm.item()}, so gradients cannot be "
@@ -99,6 +92,20 @@ def clip_grad_norm_(
         )
     _scale_(_scaled_params(groups, policy), (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
+
+
+def _norm(
+    params: Sequence[Tensor],
+    norm_type: float,
+    process_group: dist.ProcessGroup | None,
+    group: dist.ProcessGroup | None,
+) -> Tensor:
+    replicas, is_spread = _num_replicas(params, process_group)
+    total = _local_total(params, replicas, norm_type)
+    if group is not None or is_spread:
+        op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+        dist.all_reduce(total, op=op, group=group)
+    return (total if math.isinf(norm_type) else total.pow(1 / norm_type)).float()
 
 
 def _settle(named: Iterable[tuple[str, Tensor]]) -> None:
@@ -151,20 +158,16 @@ def _scaled_params(groups: Iterable[dict[str, Any]], policy: Policy) -> list[Ten
 
 
 def _num_replicas(
-    params: Iterable[Tensor], process_group: dist.ProcessGroup | None
+    params: Sequence[Tensor], process_group: dist.ProcessGroup | None
 ) -> tuple[list[int], bool]:
     """How many ranks store each element of each parameter; whether any parameter is spread."""
     # Read once per mesh and placements, which alone matter here.
-    read: dict[object, Layout] = {}
-    layouts: list[Layout | None] = []
-    for i, param in enumerate(params):
-        key = (param.device_mesh, param.placements) if isinstance(param, DTensor) else None
-        if key is not None and key not in read:
-            read[key] = read_layout(f"parameter {i}", param)
-        layouts.append(None if key is None else read[key])
+    keys = [(p.device_mesh, p.placements) if isinstance(p, DTensor) else None for p in params]
+    firsts = {key: param for key, param in zip(keys, params, strict=True) if key is not None}
+    read = {key: read_layout("parameter", param) for key, param in firsts.items()}
     spanned = {rank for layout in read.values() for rank in layout.ranks}
     plain = max(len(spanned), 1) if process_group is None else process_group.size()
-    replicas = [layout.num_replicas if layout else plain for layout in layouts]
+    replicas = [plain if key is None else read[key].num_replicas for key in keys]
     return replicas, max(plain, len(spanned)) > 1
 
 

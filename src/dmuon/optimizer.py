@@ -2,42 +2,35 @@
 
 from __future__ import annotations
 
-import copy
+import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import ParamsT
 
 from dmuon.algorithms import AdjustLr
 from dmuon.options import (
     MIB,
     ROUTING_DEFAULTS,
     Settings,
-    check_group,
     check_hyperparameters,
-    check_names,
-    normalize_group,
-    param_names,
     plain_values,
 )
 from dmuon.plan.cost import Timings
 from dmuon.plan.report import Report, build_report
-from dmuon.state.checkpoint import fit_state_dict, pack_group, unwrap_fitted_
-from dmuon.state.initial import new_state
-from dmuon.state.keep import keep_up
+from dmuon.state.managed import ManagedOptimizer
 from dmuon.step.bucket import StepStats
-from dmuon.step.parameters import NamedParam
 from dmuon.step.stepper import Stepper, eager
 from dmuon.tuning.table import load, save
 
 Coefficients = tuple[float, float, float] | str | Sequence[tuple[float, float, float]]
 
 
-class Muon(Optimizer):
+class Muon(ManagedOptimizer):
     r"""Muon for hidden matrices and AdamW for the rest, on any sharding, in one optimizer.
 
     Each matrix is orthogonalized once in the whole job, by one rank, and the weights are the same
@@ -68,9 +61,9 @@ class Muon(Optimizer):
 
     Args:
         params: Groups from `dmuon.param_groups(model)`, or any params, named params or groups as
-            torch takes them. Groups take the keys `use_muon` (or `algorithm`: "muon", "adamw"),
-            `flatten` (convolutions: `out x rest`), `split` (row sizes, or `dmuon.Split`), and the
-            hyperparameters below.
+            torch takes them. Groups take the keys `algorithm` (or `use_muon`), `flatten`
+            (convolutions: `out x rest`), `split` (row sizes, or `dmuon.Split`), the hyperparameters
+            below and those of their algorithm.
         lr: Learning rate, a float or a one-element Tensor.
         weight_decay: Decoupled weight decay, multiplied by the unscaled `lr`.
         momentum: Momentum of Muon groups.
@@ -82,7 +75,8 @@ class Muon(Optimizer):
         ns_steps: Number of Newton-Schulz steps.
         adjust_lr_fn: Learning-rate scale `s(M, N)` of a logical matrix: None or "original",
             "match_rms_adamw", "spectral", "spectral_unclamped", or a function of `(rows, cols)`.
-            See `dmuon.update.lr_scale`.
+            See `dmuon.lr_scale`.
+        algorithm: What optimizes the matrices of groups that do not say: "muon" or "normuon".
         ns_dtype: dtype of Newton-Schulz; None is float32 on CPU and bfloat16 elsewhere.
         betas: Coefficients of AdamW groups.
         process_group: Ranks over which *plain* tensors are replicated (DDP). Without it a plain
@@ -100,10 +94,11 @@ class Muon(Optimizer):
             what an owner stacks.
         nonfinite: What `step` does about an infinite or NaN gradient: "propagate" it, into that
             parameter alone; or "skip" the step, or "raise", on all ranks and with weights, state
-            and step counts untouched. The last two wait for the device, and every rank of the
-            default process group must then call `step` if any parameter lies on several ranks.
-        tuning: File written by `dmuon tune`, the same on all ranks: how to orthogonalize each
-            shape, and the times by which owners are balanced instead of FLOPs.
+            and step counts untouched. The last two wait for the device.
+        nonfinite_group: Ranks that decide that together, and must all call `step`; None is all.
+        tuning: How each shape is orthogonalized, and the times by which owners are balanced
+            instead of FLOPs. "auto" measures at the first step, on accelerators; "measure"
+            anywhere; or a file that `tune` or `dmuon tune` wrote, the same on all ranks; or None.
 
     Attributes:
         process_group: As given.
@@ -113,10 +108,13 @@ class Muon(Optimizer):
     Raises:
         ValueError: A hyperparameter is unknown or out of range, or a parameter of a Muon group is
             not a matrix.
-        RuntimeError: From `step`, on all ranks, if their plans differ.
+        RuntimeError: From `step`, on all ranks, if their plans or hyperparameters differ.
 
     Collective: `step` must be called by every rank that holds a part of any parameter.
     """
+
+    stats = StepStats()
+    skipped_steps = 0
 
     def __init__(  # noqa: PLR0913, PLR0917 - torch.optim.Muon's order and names
         self,
@@ -159,7 +157,7 @@ class Muon(Optimizer):
             }
         )
         check_hyperparameters(defaults, "Muon")
-        settings = Settings(
+        self.settings = Settings(
             process_group=process_group,
             shard_state=shard_state,
             master_weights=master_weights,
@@ -169,37 +167,16 @@ class Muon(Optimizer):
             nonfinite_group=nonfinite_group,
             tuning=_tuning(tuning),
         )
-        self._stepper = self._make_stepper(settings)
-        self.stats = StepStats()
-        self.skipped_steps = 0
         super().__init__(params, defaults)
-
-    def _make_stepper(self, settings: Settings) -> Stepper:
-        return Stepper(settings, self._named_params, lambda: self.state, self._check)
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
         """As given."""
-        return self._stepper.settings.process_group
+        return self.settings.process_group
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, at any time.
-
-        Args:
-            param_group: As in the constructor. Keys that are not known stay in the group.
-
-        Raises:
-            ValueError: As in the constructor; the optimizer is then unchanged.
-        """
-        number = len(self.param_groups)
-        super().add_param_group(normalize_group(param_group, self.defaults, number))
-        try:
-            check_group(self.param_groups[number], number)
-            check_names(name for name, _, _ in self._named_params())
-        except BaseException:
-            del self.param_groups[number]
-            raise
-        self._keep_state()
+    @functools.cached_property
+    def _stepper(self) -> Stepper:
+        return Stepper(self)
 
     @eager
     @torch.no_grad()
@@ -232,7 +209,7 @@ class Muon(Optimizer):
 
     def report(self) -> Report:
         """Describe every parameter: algorithm, rule, matrices, owners and learning-rate scale."""
-        return build_report(self._stepper.plan().plan, self._named_params())
+        return build_report(self._stepper.plan().plan, self.named_params())
 
     def tune(self, path: str | os.PathLike[str] | None = None) -> Timings:
         """Measure how to orthogonalize the batches of this model, and follow that from now on.
@@ -249,97 +226,6 @@ class Muon(Optimizer):
         if path is not None and is_first:
             save(path, timings)
         return timings
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What a pickle or a copy holds, besides parameters and their state: the settings."""
-        return {**super().__getstate__(), "settings": self._stepper.settings}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Muon:
-        """Copy parameters and state; process groups are shared."""
-        memo[id(self.process_group)] = self.process_group
-        copied = type(self).__new__(type(self))
-        memo[id(self)] = copied
-        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        return copied
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of every parameter, and the groups with plain values.
-
-        As in `torch.optim.Optimizer`, tensors are not copied. State is there from construction. A
-        function `adjust_lr_fn` cannot be saved and is given by name.
-        """
-        self._keep_state()
-        state_dict = super().state_dict()
-        groups = [pack_group(group) for group in state_dict["param_groups"]]
-        return {**state_dict, "param_groups": groups}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this layout; from another, DCP reshards it on the way.
-
-        Hyperparameters are taken from `state_dict`; how parameters are routed and split stays as
-        it is. State is converted to the dtype that it has here, and a whole tensor is cut to the
-        parameter's shard. A parameter without saved state starts afresh.
-
-        Args:
-            state_dict: Not modified. Tensors that need no conversion are not copied.
-
-        Raises:
-            ValueError: It belongs to other parameters, to the other algorithm or to another
-                layout; the optimizer is then unchanged.
-        """
-        self._keep_state()
-        # Registered last, so that it sees what the user's own hooks return.
-        handle = self.register_load_state_dict_pre_hook(
-            lambda _, loaded: fit_state_dict(loaded, self.param_groups, self._state_of)
-        )
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            handle.remove()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore from a pickle or a loaded state dict."""
-        state = dict(state)
-        if "settings" in state:
-            self._stepper = self._make_stepper(state.pop("settings"))
-        self._stepper.forget()
-        self.__dict__.setdefault("stats", StepStats())
-        self.__dict__.setdefault("skipped_steps", 0)
-        super().__setstate__(state)
-        # Added by torch, and only to an optimizer that has loaded: flattened state dicts of one
-        # that has not would lack it.
-        self.defaults.pop("differentiable", None)
-        for group in self.param_groups:
-            for key, default in self.defaults.items():
-                group.setdefault(key, default)
-        unwrap_fitted_(self.state)
-        self._keep_state()
-
-    def _named_params(self) -> list[NamedParam]:
-        return [
-            (name, param, group)
-            for number, group in enumerate(self.param_groups)
-            for name, param in zip(param_names(group, number), group["params"], strict=True)
-        ]
-
-    def _check(self) -> None:
-        for number, group in enumerate(self.param_groups):
-            check_group(group, number)
-        self._keep_state()
-
-    @torch.inference_mode(mode=False)
-    def _keep_state(self) -> None:
-        """Make the state of every parameter that is trained, and drop that of those gone."""
-        settings, named = self._stepper.settings, self._named_params()
-        for _, param, group in named:
-            if param.requires_grad or self.state.get(param):
-                keep_up(param, group, self.state[param], settings)
-        current = {id(param) for _, param, _ in named}
-        for param in [p for p in self.state if id(p) not in current]:
-            del self.state[param]
-
-    def _state_of(self, param: Tensor, group: Mapping[str, Any]) -> Mapping[str, Tensor]:
-        return self.state.get(param) or new_state(param, group, self._stepper.settings)
 
 
 def _tuning(tuning: str | os.PathLike[str] | None) -> Timings | str:

@@ -89,7 +89,8 @@ def test_weights_and_second_moments_equal_a_loop_over_matrices(kind):
         for step in range(4):
             reference_step_(W, view_of(seeded(shape, 2, step).double(), block), B, v)
         moments.append(v)
-    torch.testing.assert_close(weight, expected, rtol=0, atol=1e-12)
+    # Rows are float32 here and float64 in the loop.
+    torch.testing.assert_close(weight, expected, rtol=0, atol=1e-8)
     (state,) = optimizer.state.values()
     found = state[ROWS]
     if split and split[1] == 1:
@@ -98,7 +99,8 @@ def test_weights_and_second_moments_equal_a_loop_over_matrices(kind):
         moments = [
             torch.cat(moments[i : i + num_blocks], 1) for i in range(0, len(moments), num_blocks)
         ]
-    torch.testing.assert_close(found.flatten(0, -2), torch.cat(moments), rtol=0, atol=1e-12)
+    moments = torch.cat(moments).float()
+    torch.testing.assert_close(found.flatten(0, -2), moments, rtol=1e-6, atol=0)
 
 
 def test_beta2_is_an_option_of_the_group():
@@ -115,7 +117,7 @@ def test_the_first_step_gives_all_rows_one_size_and_keeps_the_norm():
         weight.grad = grad.clone()
         dmuon.Muon([weight], lr=1.0, ns_dtype=torch.float64, algorithm=algorithm).step()
     rows = weights[0].detach().norm(dim=1)
-    torch.testing.assert_close(rows, rows[:1].expand(9), rtol=1e-8, atol=0)
+    torch.testing.assert_close(rows, rows[:1].expand(9), rtol=1e-6, atol=0)
     assert weights[1].detach().norm(dim=1).std() > 0.01
     torch.testing.assert_close(weights[0].detach().norm(), weights[1].detach().norm())
 
@@ -132,14 +134,14 @@ def test_a_gradient_of_zeros_moves_nothing_and_gives_no_nan():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_second_moments_are_at_least_float32(dtype):
+def test_second_moments_are_float32(dtype):
     weight = nn.Parameter(seeded((6, 4), 1).to(dtype))
     optimizer = normuon([weight])
     weight.grad = seeded((6, 4), 2).to(dtype)
     optimizer.step()
     state = optimizer.state[weight]
     assert state["momentum_buffer"].dtype == dtype
-    assert state[ROWS].dtype == torch.promote_types(dtype, torch.float32)
+    assert state[ROWS].dtype == torch.float32
     assert state[ROWS].shape == (6, 1)
 
 

@@ -102,8 +102,8 @@ def load_flat(directory, model, optimizer):
 FORMATS = {"nested": (save, load), "flat": (save_flat, load_flat)}
 
 
-def train_and_save(topology, directory, style):
-    model, optimizer = build(TOPOLOGIES[topology], seed=1)
+def train_and_save(topology, directory, style, algorithm):
+    model, optimizer = build(TOPOLOGIES[topology], seed=1, algorithm=algorithm)
     train(model, optimizer, range(3))
     saved_state = state_of(model, optimizer)
     FORMATS[style][0](directory, model, optimizer)
@@ -111,9 +111,9 @@ def train_and_save(topology, directory, style):
     return saved_state, weights_of(model)
 
 
-def load_and_train(topology, directory, style):
+def load_and_train(topology, directory, style, algorithm):
     # Another seed and learning rate: what the checkpoint lacks would show.
-    model, optimizer = build(TOPOLOGIES[topology], seed=2, lr=7.0)
+    model, optimizer = build(TOPOLOGIES[topology], seed=2, lr=7.0, algorithm=algorithm)
     FORMATS[style][1](directory, model, optimizer)
     loaded_state = state_of(model, optimizer)
     train(model, optimizer, range(3, 4))
@@ -125,10 +125,26 @@ def load_and_train(topology, directory, style):
     [(*pair, "nested") for pair in PAIRS] + [(*pair, "flat") for pair in PAIRS[::3]],
 )
 def test_state_moves_between_topologies(run_ranks, tmp_path, saved_on, loaded_on, style):
-    source, target = TOPOLOGIES[saved_on], TOPOLOGIES[loaded_on]
-    saved = run_ranks(source.world_size, train_and_save, saved_on, tmp_path, style)
-    loaded = run_ranks(target.world_size, load_and_train, loaded_on, tmp_path, style)
+    move_state(run_ranks, tmp_path, (saved_on, loaded_on), style, "muon")
+
+
+@pytest.mark.parametrize(
+    ("saved_on", "loaded_on", "style"),
+    [(*pair, "nested") for pair in PAIRS] + [(*pair, "flat") for pair in PAIRS[1::3]],
+)
+def test_rows_of_normuon_move_between_topologies(run_ranks, tmp_path, saved_on, loaded_on, style):
+    move_state(run_ranks, tmp_path, (saved_on, loaded_on), style, "normuon")
+
+
+def move_state(run_ranks, directory, topologies, style, algorithm):
+    source, target = (TOPOLOGIES[name] for name in topologies)
+    options = directory, style, algorithm
+    saved = run_ranks(source.world_size, train_and_save, topologies[0], *options)
+    loaded = run_ranks(target.world_size, load_and_train, topologies[1], *options)
     state, weights = saved[0]
+    rows = {name for name in state if name.endswith("second_moment_rows")}
+    assert len(rows) == (5 if algorithm == "normuon" else 0)
+    assert all(state[name].all() for name in rows)
     for loaded_state, loaded_weights in loaded:
         assert_same(loaded_state, state)
         for name, expected in weights.items():

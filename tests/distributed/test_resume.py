@@ -87,6 +87,22 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(run_ranks, tmp_path,
     run_ranks(case.world_size, resume, specs, case.muon, tmp_path)
 
 
+# Rows that follow the rows of a weight, are replicated over its columns, or lie side by side.
+WITH_ROWS = ["FSDP2, uneven and empty shards", "HSDP, Shard(1)", "DDP, sharded state"]
+WITH_ROWS += ["FSDP x TP, column-parallel", "experts, Shard(2)", "EP x FSDP, Shard(1)"]
+WITH_ROWS += ["convolutions, inner dims", "heads on rows and columns"]
+WITH_ROWS += ["several meshes over other ranks"]
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.name in WITH_ROWS], ids=lambda case: case.name
+)
+def test_normuon_resumes_bit_exactly(run_ranks, tmp_path, case):
+    muon = {**case.muon, "algorithm": "normuon"}
+    specs = specs_of(case, torch.float32, torch.bfloat16)
+    run_ranks(case.world_size, resume, specs, muon, tmp_path)
+
+
 WITH_MASTERS = ["FSDP2, uneven and empty shards", "HSDP 2x2", "DDP, sharded state"]
 WITH_MASTERS += ["FSDP x TP, column-parallel", "EP x FSDP, Shard(1)"]
 

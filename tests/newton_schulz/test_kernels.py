@@ -52,7 +52,7 @@ config = tile_config(dtypes[name], int(sys.argv[4]))
 options = {key: config.pop(key) for key in ("num_warps", "num_stages")}
 # Contiguous inputs: Triton specialises unit strides and sizes divisible by 16.
 constants = dict(config, HAS_ADD=True, UPCAST=False)
-constants |= dict(right_stride_k=1)
+constants |= {sys.argv[5]: 1}
 signature, divisible = {}, {}
 for index, argument in enumerate(symmetric_kernel.arg_names):
     if argument in constants:
@@ -86,6 +86,8 @@ def test_symmetric_kernel_equals_float64_in_the_interpreter():
     run_python(INTERPRETED, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
 
 
+# The right factor is a transpose (X X^T) or not (products of symmetric matrices).
+@pytest.mark.parametrize("unit", ["right_stride_k", "right_stride_n"])
 @pytest.mark.parametrize(
     ("arch", "dtype", "size", "instruction"),
     [
@@ -98,9 +100,9 @@ def test_symmetric_kernel_equals_float64_in_the_interpreter():
     ],
 )
 def test_symmetric_kernel_compiles_to_tensor_core_code_without_spills(
-    arch, dtype, size, instruction, tmp_path
+    arch, dtype, size, instruction, unit, tmp_path
 ):
-    cuobjdump = run_python(COMPILED, str(arch), dtype, str(tmp_path), str(size)).strip()
+    cuobjdump = run_python(COMPILED, str(arch), dtype, str(tmp_path), str(size), unit).strip()
     assert re.search(instruction, Path(tmp_path, "kernel.ptx").read_text())
     usage = subprocess.run(
         [cuobjdump, "-res-usage", tmp_path / "kernel.cubin"],

@@ -13,10 +13,15 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+import torch
 from torch import Tensor
 
 Group = Mapping[str, Any]
 States = Mapping[str, Sequence[Tensor]]
+
+
+# Of state that travels: its increments are too small for half precision.
+ROWS_DTYPE = torch.float32
 
 
 class StateKind(Enum):
@@ -62,7 +67,7 @@ class Algorithm:
         stages: For an algorithm of whole matrices; or, for an elementwise one, a function
             `(params, grads, states, group)` that takes the whole step in place.
         options: Hyperparameters that only this algorithm has, with their defaults: numbers in
-            [0, 1), or >= 0 if their name is or ends with "eps".
+            [0, 1).
         hyperparameters: Those of all that it reads; ranks compare them.
     """
 

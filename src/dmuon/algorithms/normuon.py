@@ -31,9 +31,10 @@ _EPS = 1e-10
 def finish(result_BMN: Tensor, states: Mapping[str, Tensor], group: Group) -> None:
     """Equalize the rows of whole matrices, and keep the norm of each."""
     moment_BM1 = states["second_moment_rows"]
-    wide_BMN = result_BMN.to(moment_BM1.dtype)
+    wide_BMN = result_BMN.to(torch.promote_types(result_BMN.dtype, moment_BM1.dtype))
     norm_B11 = torch.linalg.vector_norm(wide_BMN, dim=(-2, -1), keepdim=True)
-    moment_BM1.lerp_(wide_BMN.square().mean(dim=-1, keepdim=True), 1 - group["beta2"])
+    square_BM1 = wide_BMN.square().mean(dim=-1, keepdim=True)
+    moment_BM1.lerp_(square_BM1.to(moment_BM1.dtype), 1 - group["beta2"])
     wide_BMN = wide_BMN / moment_BM1.sqrt().add_(_EPS)
     rescaled_B11 = torch.linalg.vector_norm(wide_BMN, dim=(-2, -1), keepdim=True).add_(_EPS)
     result_BMN.copy_(wide_BMN.mul_(norm_B11 / rescaled_B11))

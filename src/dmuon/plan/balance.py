@@ -49,9 +49,13 @@ def assign(
     kinds = {(r.matrix.shape, r.steps, r.ns_dtype) for r in requests}
     cost_of = {kind: model.cost(*kind) for kind in kinds}
     costs = {r.matrix: cost_of[r.matrix.shape, r.steps, r.ns_dtype] for r in requests}
+    # Of equal costs those of one form are neighbors, so that they travel in one copy.
     heaviest_first = sorted(
         requests,
-        key=lambda r: (-costs[r.matrix], str(r.method), sorted(r.matrix.shape), r.matrix.sort_key),
+        key=lambda r: (
+            *(-costs[r.matrix], str(r.method), sorted(r.matrix.shape)),
+            *(r.matrix.shape, r.matrix.sort_key),
+        ),
     )
     assignments = []
     for request in heaviest_first:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from dmuon.newton_schulz.backend import Backend
 from dmuon.newton_schulz.choice import cached_parts, choose_backend, obstacle
@@ -63,6 +63,15 @@ def batch_shapes(
     return list(joined.items())
 
 
+class _Batch(NamedTuple):
+    """Matrices of a call: shape, how many, their own numbers of elements, measured seconds."""
+
+    shape: Shape
+    matrices: int
+    numel: int
+    seconds: float
+
+
 def padded_shapes(
     counts: Mapping[Shape, int], timings: Timings, *, dtype: str, steps: int
 ) -> dict[Shape, Shape]:
@@ -79,28 +88,33 @@ def padded_shapes(
         steps: Newton-Schulz steps.
     """
     targets = {shape: shape for shape in counts}
-    # Matrices, their own numbers of elements added up, and the time of the batch.
     batches = {
-        shape: (count, count * math.prod(shape), seconds)
+        shape: _Batch(shape, count, count * math.prod(shape), seconds)
         for shape, count in counts.items()
         if (seconds := timings.seconds(dtype, steps, count, shape)) is not None
     }
     for shape in sorted(batches):
-        count, numel, seconds = batches[shape]
-        best: tuple[float, Shape, tuple[int, int, float]] | None = None
-        for larger, (others, others_numel, others_seconds) in batches.items():
-            if larger == shape or larger[0] < shape[0] or larger[1] < shape[1]:
-                continue
-            joint = (count + others, numel + others_numel)
-            time = timings.seconds(dtype, steps, joint[0], larger)
-            if time is None or joint[0] * math.prod(larger) > MAX_PADDING * joint[1]:
-                continue
-            saved = seconds + others_seconds - time
-            if saved > 0 and (best is None or (saved, larger) > best[:2]):
-                best = (saved, larger, (*joint, time))
-        if best is not None:
-            _, target, joined = best
-            del batches[shape]
-            batches[target] = joined
-            targets = {s: target if t == shape else t for s, t in targets.items()}
+        batch = batches.pop(shape)
+        joint = [_join(batch, larger, timings, dtype, steps) for larger in batches.values()]
+        saved = {
+            joined: batch.seconds + batches[joined.shape].seconds - joined.seconds
+            for joined in joint
+            if joined is not None
+        }
+        best = max(saved, key=lambda joined: (saved[joined], joined.shape), default=batch)
+        batches[best.shape] = best
+        targets = {s: best.shape if t == shape else t for s, t in targets.items()}
     return targets
+
+
+def _join(small: _Batch, large: _Batch, timings: Timings, dtype: str, steps: int) -> _Batch | None:
+    """Return both as one batch of the larger shape, if that holds both, is faster, and no waste."""
+    shape = large.shape
+    if small.shape[0] > shape[0] or small.shape[1] > shape[1]:
+        return None
+    matrices, numel = small.matrices + large.matrices, small.numel + large.numel
+    seconds = timings.seconds(dtype, steps, matrices, shape)
+    if seconds is None or seconds >= small.seconds + large.seconds:
+        return None
+    wasteful = matrices * math.prod(shape) > MAX_PADDING * numel
+    return None if wasteful else _Batch(shape, matrices, numel, seconds)

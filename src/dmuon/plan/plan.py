@@ -6,7 +6,7 @@ on names, shapes and layouts only, never on the rank that computes it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -214,23 +214,39 @@ class Bucket:
         layout_of: Callable[[Cargo], Layout],
         owners_of: Callable[[Assignment, Cargo, int], list[int]],
     ) -> Route:
-        sends, receives, kept, moves = [], [], [], False
+        sends, receives, kept = [], [], []
+        for holder, owner, leg in self._legs(rank, layout_of, owners_of):
+            if holder == owner:
+                kept.append(leg)
+            elif holder == rank:
+                sends.append(leg)
+            else:
+                receives.append(leg)
+        moves = any(
+            owner != holder
+            for a in self.assignments
+            for cargo in a.request.cargo
+            for holder in layout_of(cargo).pieces(cargo.block)
+            for owner in owners_of(a, cargo, holder)
+        )
+        return Route(_by_peer(sends), _by_peer(receives), tuple(kept), moves)
+
+    def _legs(
+        self,
+        rank: int,
+        layout_of: Callable[[Cargo], Layout],
+        owners_of: Callable[[Assignment, Cargo, int], list[int]],
+    ) -> Iterator[tuple[int, int, Leg]]:
+        """Holder and owner of every piece that `rank` has to do with."""
         for position, a in enumerate(self.assignments):
             for number, cargo in enumerate(a.request.cargo):
                 pieces = layout_of(cargo).pieces(cargo.block)
-                moves = moves or any(o != h for h in pieces for o in owners_of(a, cargo, h))
                 # Only an owner deals with every holder; the others deal with their own piece.
                 for holder in pieces if rank in a.owners else pieces.keys() & {rank}:
                     for owner in owners_of(a, cargo, holder):
-                        peer = owner if holder == rank else holder
-                        leg = Leg(peer, position, number, pieces[holder])
-                        if holder == owner == rank:
-                            kept.append(leg)
-                        elif holder == rank:
-                            sends.append(leg)
-                        elif owner == rank:
-                            receives.append(leg)
-        return Route(_by_peer(sends), _by_peer(receives), tuple(kept), moves)
+                        if rank in (holder, owner):
+                            peer = owner if holder == rank else holder
+                            yield holder, owner, Leg(peer, position, number, pieces[holder])
 
 
 def _by_peer(legs: list[Leg]) -> tuple[Leg, ...]:

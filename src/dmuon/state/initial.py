@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from dmuon.algorithms import ALGORITHMS, StateKind
+from dmuon.algorithms import ALGORITHMS, ROWS_DTYPE, StateKind
 from dmuon.layout.placements import layout_on
 from dmuon.options import Settings
 
@@ -52,15 +52,14 @@ def _zero_rows(elements: Tensor, group: Mapping[str, Any]) -> Tensor:
     row_dim = 0 if group["flatten"] else elements.ndim - 2
     sizes, dim = group["split"] or ((), 0)
     shape = torch.Size((*elements.shape[: row_dim + 1], len(sizes) if dim == 1 else 1))
-    dtype = torch.promote_types(elements.dtype, torch.float32)
     if not isinstance(elements, DTensor):
-        return torch.zeros(shape, dtype=dtype, device=elements.device)
+        return torch.zeros(shape, dtype=ROWS_DTYPE, device=elements.device)
     placements: list[Placement] = [
         placement if getattr(placement, "dim", elements.ndim) <= row_dim else Replicate()
         for placement in elements.placements
     ]
     device = elements.to_local().device
-    return _zeros(shape, elements.device_mesh, placements, dtype=dtype, device=device)
+    return _zeros(shape, elements.device_mesh, placements, dtype=ROWS_DTYPE, device=device)
 
 
 def _zeros(

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmuon.algorithms import Algorithm, StateKind
+from dmuon.algorithms import ROWS_DTYPE, Algorithm, StateKind
 from dmuon.newton_schulz import Backend, Method, exact_arithmetic, orthogonalize_stack
 from dmuon.plan.copies import Copy
-from dmuon.plan.program import Batch, Flat, Program, Slab
+from dmuon.plan.program import Batch, Flat, Program, Slab, Stack
 from dmuon.step.buffers import collect, copy_, flatten, packed, unflatten, unpacked
 from dmuon.step.parameters import PlannedParam
 from dmuon.transport.exchange import Exchange
@@ -87,7 +87,6 @@ class LocalBucket:
         program: The program.
         device: Where the bucket travels and its matrices are orthogonalized.
         dtype: dtype of the wire.
-        state_dtype: dtype of state that travels.
         idle: Members of `program.idle`.
         inputs: Members of `program.inputs`.
         stays: Members of `program.stays`.
@@ -98,7 +97,6 @@ class LocalBucket:
     program: Program
     device: torch.device
     dtype: torch.dtype
-    state_dtype: torch.dtype
     idle: tuple[Members, ...]
     inputs: tuple[Members, ...]
     stays: tuple[Members, ...]
@@ -121,8 +119,6 @@ class LocalBucket:
             device: Where the bucket travels.
             choose: Gives the backend and the number of parts for a stack.
         """
-        fqns = {slab.fqn for slab in (*program.inputs.slabs, *program.idle)}
-        rows = {params[fqn].state[key].dtype for fqn in fqns for key in params[fqn].rows}
         batches = []
         for batch in program.batches:
             first, method = params[batch.request.matrix.fqn], batch.request.method
@@ -144,7 +140,6 @@ class LocalBucket:
             program,
             device,
             dtype=getattr(torch, program.bucket.wire_dtype),
-            state_dtype=rows.pop() if rows else torch.float32,
             idle=idle,
             inputs=inputs,
             stays=stays,
@@ -203,15 +198,17 @@ class LocalBucket:
     ) -> dict[str, Tensor]:
         result_BMN = orthogonalize_stack(stacks.pop(""), run.method, run.backend, run.parts)
         if run.finish:
-            states = {key: unpacked(stack, self.state_dtype) for key, stack in stacks.items()}
+            states = {key: unpacked(stack, ROWS_DTYPE) for key, stack in stacks.items()}
             run.finish(result_BMN.mT if batch.is_tall else result_BMN, states, run.group)
             stacks = {key: packed(state, self.dtype) for key, state in states.items()}
         return {key: stack.reshape(-1) for key, stack in {"": result_BMN, **stacks}.items()}
 
-    def results(self, found: Sequence[Mapping[str, Tensor]], way: str) -> list[Source]:
-        """Results with the copies that take them one way: "sent", "stays" or "arrives"."""
+    def results(
+        self, found: Sequence[Mapping[str, Tensor]], way: Callable[[Stack], Sequence[Copy]]
+    ) -> list[Source]:
+        """Results with the copies that take them one way."""
         pairs = [
-            (flat, getattr(batch.stacks[key], way))
+            (flat, way(batch.stacks[key]))
             for batch, flats in zip(self.program.batches, found, strict=True)
             for key, flat in flats.items()
         ]
@@ -271,9 +268,9 @@ def bucket_life(local: LocalBucket, shards: Shards, exchange: Exchange, stats: S
     found = local.orthogonalize(stacks)
     stats.ns_matrices += program.num_matrices
 
-    outbox = local.collect(program.scatter.num_sent, local.results(found, "sent"))
-    stays = local.collect(program.stays.numel, local.results(found, "stays"))
-    kept = local.results(found, "arrives")
+    outbox = local.collect(program.scatter.num_sent, local.results(found, lambda stack: stack.sent))
+    stays = local.collect(program.stays.numel, local.results(found, lambda stack: stack.stays))
+    kept = local.results(found, lambda stack: stack.arrives)
     arrivals = local.collect(program.arrivals.numel, kept) if kept else None
     flight = exchange.launch(domain, program.scatter, outbox)
     del found, kept, outbox

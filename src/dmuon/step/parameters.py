@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dmuon.algorithms import ALGORITHMS, Algorithm, StateKind
+from dmuon.algorithms import ALGORITHMS, ROWS_DTYPE, Algorithm, StateKind
 from dmuon.layout.layout import Layout
 from dmuon.layout.matrices import Block, Matrix, matrices_of
 from dmuon.layout.placements import ranks_of, read_layout, wire_device
@@ -20,8 +20,7 @@ from dmuon.newton_schulz.method import check_precision, dtype_name
 from dmuon.options import at, scales_of
 from dmuon.plan.plan import Cargo, Domain, Request
 from dmuon.state.initial import MASTER
-
-NamedParam = tuple[str, Tensor, dict[str, Any]]
+from dmuon.state.managed import NamedParam
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +92,7 @@ class PlannedParam:
         scales = scales_of(self.group, self.param.shape)
         options = {key: self.group[key] for key in self.algorithm.options}
         stages = self.algorithm.matrices
-        dtypes = [str(self.state[key].dtype) for key in self.rows]
-        finish = f"{self.algorithm.name} {options} {dtypes}" if stages and stages.finish else ""
+        finish = f"{self.algorithm.name} {options}" if stages and stages.finish else ""
         for matrix in self._matrices():
             yield Request(
                 matrix,
@@ -131,7 +129,7 @@ class PlannedParam:
         Blocks of columns have their rows side by side in the state.
         """
         layout = self.rows[key]
-        width = max(1, self.state[key].dtype.itemsize // wire.itemsize)
+        width = max(1, ROWS_DTYPE.itemsize // wire.itemsize)
         layout = replace(layout, shape=(*layout.shape[:-1], layout.shape[-1] * width))
         sizes, dim = self.group["split"] or ((), 0)
         starts = [sum(sizes[:i]) for i in range(len(sizes))] if dim == 1 else [0]

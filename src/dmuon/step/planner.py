@@ -9,7 +9,8 @@ from torch import Tensor
 from dmuon.options import Settings
 from dmuon.plan.build import build_plan
 from dmuon.plan.cost import CostModel, Timings
-from dmuon.step.parameters import NamedParam, PlannedParam
+from dmuon.state.managed import NamedParam
+from dmuon.step.parameters import PlannedParam
 from dmuon.step.planned import Planned
 
 

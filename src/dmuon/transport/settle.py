@@ -85,7 +85,11 @@ def _explained(
     answers = cast("dict[int, tuple[tuple[str, str] | None, Description]]", said)
     for error, _ in answers.values():
         if error is not None:
-            return problem or _ERRORS.get(error[0], RuntimeError)(error[1])
+            # The same type everywhere, also where another rank cannot make this one.
+            known = _ERRORS.get(error[0])
+            same = known(error[1]) if known else RuntimeError(": ".join(error))
+            same.__cause__ = problem
+            return problem if known and problem else same
     return RuntimeError(first_difference({rank: found for rank, (_, found) in answers.items()}))
 
 

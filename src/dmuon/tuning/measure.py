@@ -3,7 +3,7 @@
 import logging
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -86,22 +86,26 @@ def measure(
     wanted = {kind.key: kind for kind in by_cost}
     known = {choice.key: choice for choice in _read(cache).choices}
     missing = [kind for key, kind in wanted.items() if key not in known]
-    start = time.monotonic()
-    for number, kind in enumerate(missing, 1):
-        choice = _fastest(kind, device, start + budget_s)
-        found = (
-            "not measured" if choice is None else f"{choice.backend}, {choice.milliseconds:.3f} ms"
-        )
-        progress = f"{number} of {len(missing)}, {time.monotonic() - start:.1f} of {budget_s:.0f} s"
-        _LOG.info("tuning %s: %s: %s", progress, kind, found)
-        if choice is not None:
-            known[choice.key] = choice
+    known |= {choice.key: choice for choice in _measured(missing, device, budget_s)}
     if cache is not None and missing:
         try:
             save(cache, Timings(tuple(known.values())))
         except OSError as error:
             warnings.warn(f"the tuning cache was not written: {error}", stacklevel=2)
     return Timings(tuple(known[key] for key in wanted if key in known))
+
+
+def _measured(kinds: list[BatchKind], device: torch.device, budget_s: float) -> Iterator[Choice]:
+    """Yield the fastest choice of each kind for which there was time, and log the progress."""
+    start = time.monotonic()
+    for number, kind in enumerate(kinds, 1):
+        choice = _fastest(kind, device, start + budget_s)
+        found = "not measured"
+        if choice is not None:
+            found = f"{choice.backend}, {choice.milliseconds:.3f} ms"
+            yield choice
+        progress = f"{number} of {len(kinds)}, {time.monotonic() - start:.1f} of {budget_s:.0f} s"
+        _LOG.info("tuning %s: %s: %s", progress, kind, found)
 
 
 def _read(cache: Path | None) -> Timings:
