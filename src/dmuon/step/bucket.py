@@ -160,9 +160,16 @@ class LocalBucket:
             tensors |= zip(members.indices, found, strict=True)
         for i, slab in enumerate(flat.slabs):
             if slab.key:
-                (tensors[i],) = shards.cut([slab], shards.states[slab.key])
+                tensors[i] = self._state(slab, shards)
         ordered = [tensors[i] for i in range(len(flat.slabs))]
         return flatten(ordered, flat, self.dtype, self.device)
+
+    def _state(self, slab: Slab, shards: Shards) -> Tensor:
+        """A slab of state, its bytes as elements of the wire, in which slabs are counted."""
+        tensor = shards.states[slab.key][slab.fqn]
+        if self.dtype.itemsize < tensor.dtype.itemsize:
+            tensor = tensor.view(self.dtype)
+        return tensor[slab.index] if slab.index else tensor
 
     def assemble(self, inbox: Tensor, inputs: Tensor) -> list[dict[str, Tensor]]:
         """Fill the stacks of each batch, by key."""
@@ -209,7 +216,7 @@ class LocalBucket:
 
     def apply(self, flat: Flat, grouped: Sequence[Members], buffer: Tensor, shards: Shards) -> None:
         """Take the step along the updates of some slabs, and store their new state."""
-        updates = unflatten(buffer, flat, ROWS_DTYPE)
+        updates = unflatten(buffer, flat)
         for members in grouped:
             params = shards.cut(members.slabs, shards.weights)
             steps = [updates[i] for i in members.indices]
@@ -225,7 +232,7 @@ class LocalBucket:
             )
         for slab, update in zip(flat.slabs, updates, strict=True):
             if slab.key:
-                shards.cut([slab], shards.states[slab.key])[0].copy_(update)
+                self._state(slab, shards).copy_(update)
 
     def collect(
         self,
