@@ -198,11 +198,10 @@ def program_of(itinerary: Itinerary, stacking: Stacking) -> Program:
         stacking: Says which matrices of equal method share a batch.
     """
     domain, gather, scatter = itinerary.bucket.domain, itinerary.gather, itinerary.scatter
-    held = [(*key, piece) for key, piece in itinerary.held.items()]
-    sources = _groups(itinerary, held, "source", (*gather.sends, *gather.kept))
+    sources = _groups(itinerary, itinerary.held, "source", (*gather.sends, *gather.kept))
     inputs, in_inputs = _flat([group for group in sources if group.peers])
     back = (*scatter.receives, *scatter.kept)
-    stored = [(leg.position, leg.cargo, leg.piece) for leg in back]
+    stored = {(leg.position, leg.cargo): leg.piece for leg in back}
     targets = _groups(itinerary, stored, "target", back)
     stays, in_stays = _flat([group for group in targets if group.peers == {itinerary.rank}])
     arrivals, in_arrivals = _flat([group for group in targets if group.peers != {itinerary.rank}])
@@ -237,7 +236,7 @@ def program_of(itinerary: Itinerary, stacking: Stacking) -> Program:
 
 def _groups(
     itinerary: Itinerary,
-    held: Iterable[_Held],
+    held: Mapping[tuple[int, int], Piece],
     side: Literal["source", "target"],
     legs: Sequence[Leg],
 ) -> list[_Group]:
@@ -246,10 +245,10 @@ def _groups(
     for leg in legs:
         peers[leg.position, leg.cargo].add(leg.peer)
     by_tensor: dict[tuple[str, str], list[_Held]] = defaultdict(list)
-    for position, number, piece in sorted(held, key=lambda h: h[:2]):
+    for position, number in sorted(held):
         request = itinerary.bucket.assignments[position].request
         cargo = request.cargo[number]
-        by_tensor[request.matrix.fqn, cargo.key].append((position, number, piece))
+        by_tensor[request.matrix.fqn, cargo.key].append((position, number, held[position, number]))
     groups = [
         _Group(slab, members, frozenset().union(*(peers[m[:2]] for m in members)))
         for pieces in by_tensor.values()

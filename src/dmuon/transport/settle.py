@@ -50,14 +50,7 @@ def settle_gradients(
 
     Collective: all ranks of each domain. Blocks: the host, until all of them have called.
     """
-    codes: dict[str, int] = {}
-    partial: list[tuple[Tensor, int]] = []
-    try:
-        if problem is None:
-            everyone = [pair for params in members.values() for pair in params]
-            codes = {fqn: code_of(fqn, param) for fqn, param in everyone}
-    except Exception as error:  # noqa: BLE001 - every rank must hear of it
-        problem = error
+    codes, problem = ({}, problem) if problem else _own_codes(members)
     for domain, params in members.items():
         is_odd = any(codes.get(fqn, PRESENT) != PRESENT for fqn, _ in params)
         mine = bytes(DIGEST_SIZE) if problem else digest(domain)
@@ -68,12 +61,23 @@ def settle_gradients(
         elif is_uneven:
             found, problem = _agreed_codes(groups, domain, params, codes)
             codes |= found
-            partial += [(param, found[fqn]) for fqn, param in params if found[fqn] > PRESENT]
     if problem is not None:
         raise problem
-    for param, code in partial:
-        reduce_(cast("DTensor", param), code)
+    for params in members.values():
+        for fqn, param in params:
+            if codes[fqn] > PRESENT:
+                reduce_(cast("DTensor", param), codes[fqn])
     return frozenset(fqn for fqn, code in codes.items() if code == ABSENT)
+
+
+def _own_codes(
+    members: Mapping[Domain, NamedTensors],
+) -> tuple[dict[str, int], Exception | None]:
+    """The code of each gradient of this rank, or what is wrong with one."""
+    try:
+        return {fqn: code_of(fqn, p) for params in members.values() for fqn, p in params}, None
+    except Exception as error:  # noqa: BLE001 - every rank must hear of it
+        return {}, error
 
 
 def _explained(
