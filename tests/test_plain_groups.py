@@ -134,7 +134,9 @@ def test_a_value_that_is_written_into_a_group_later_is_saved_as_plain_data(name)
 
 def test_a_scheduler_that_computes_with_numpy_leaves_a_plain_checkpoint():
     params, optimizer = one()
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: np.cos(np.float64(step)) ** 2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: np.cos(np.float64(step)) ** 2
+    )
     for step in range(3):
         train(params, optimizer, [step])
         scheduler.step()
