@@ -207,7 +207,7 @@ def spoil_one_stage(ranks, bad_rank, nonfinite):
     for step in range(3):
         job.set_grads(step)
         if step == 1 and dist.get_rank() == bad_rank:
-            local([*job.params.values()][0].grad).view(-1)[0] = torch.inf
+            local(next(iter(job.params.values())).grad).view(-1)[0] = torch.inf
         before = job.numbers()
         if step == 1 and nonfinite == "raise":
             return refused_by_all(job)

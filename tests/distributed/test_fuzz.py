@@ -21,7 +21,6 @@ from tests.support.faults import (
     LR,
     Job,
     assert_near,
-    laid_out_like,
     lay_out,
     refused_by_all,
     same,
@@ -212,8 +211,15 @@ def save_and_load(case):
 def change_values(case):
     number = case.group_number()
     key, value = case.random.choice(
-        [("lr", 0.03), ("weight_decay", 0.2), ("momentum", 0.7), ("nesterov", False)]
-        + [("ns_steps", 3), ("betas", (0.8, 0.99)), ("adjust_lr_fn", "match_rms_adamw")]
+        [
+            ("lr", 0.03),
+            ("weight_decay", 0.2),
+            ("momentum", 0.7),
+            ("nesterov", False),
+            ("ns_steps", 3),
+            ("betas", (0.8, 0.99)),
+            ("adjust_lr_fn", "match_rms_adamw"),
+        ]
     )
     for each in case.both:
         each.optimizer.param_groups[number][key] = value
