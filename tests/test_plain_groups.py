@@ -104,7 +104,7 @@ VALUES = {
 def test_values_are_plain_and_steps_are_those_of_the_plain_value(name):
     # torch.load(weights_only=True) refused the checkpoint.
     key, value, expected = VALUES[name]
-    options = {"ns_steps": 2} if "list of a configuration" == name else {}
+    options = {"ns_steps": 2} if name == "list of a configuration" else {}
     params, optimizer = one(**{key: value}, **options)
     plain_params, plain = one(**{key: expected}, **options)
     for each, of in ((params, optimizer), (plain_params, plain)):
@@ -121,7 +121,7 @@ def test_values_are_plain_and_steps_are_those_of_the_plain_value(name):
 @pytest.mark.parametrize("name", VALUES)
 def test_a_value_that_is_written_into_a_group_later_is_saved_as_plain_data(name):
     key, value, _ = VALUES[name]
-    params, optimizer = one(**({"ns_steps": 2} if "list of a configuration" == name else {}))
+    params, optimizer = one(**({"ns_steps": 2} if name == "list of a configuration" else {}))
     train(params, optimizer, [0])
     optimizer.param_groups[0][key] = value
     optimizer.param_groups[1]["lr"] = np.float64(0.01)  # as schedulers do
@@ -200,7 +200,7 @@ def test_an_empty_group_keeps_its_place():
 def train_with_zero():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, about `torch.jit`
-        from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: PLC0415
+        from torch.distributed.optim import ZeroRedundancyOptimizer
     names = ("a", "b", "c", "d")
     shapes = ((8, 6), (4, 4), (5,), (3, 3))
     runs = []

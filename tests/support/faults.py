@@ -68,8 +68,8 @@ class Job:
         return found
 
 
-def lay_out(value, mesh, placements=(Shard(0),)):
-    return distribute_tensor(value, mesh, placements, src_data_rank=None)
+def lay_out(value, mesh, placements=None):
+    return distribute_tensor(value, mesh, placements or [Shard(0)], src_data_rank=None)
 
 
 def laid_out_like(value, p):
@@ -90,7 +90,7 @@ def refused(job, call=None):
     before, start = job.numbers(), time.monotonic()
     try:
         (call or job.optimizer.step)()
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - whatever a step raises
         found = type(error).__name__, str(error)
     else:
         return None
