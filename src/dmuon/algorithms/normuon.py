@@ -7,8 +7,8 @@ W <- (1 - lr wd) W - lr s P |O|_F / (|P|_F + eps)
 
 Source: Li et al. 2025 (arXiv 2510.05491) in the *official* form of github.com/zichongli5/NorMuon:
 always per row, with Nesterov, rescaled to the norm of O, v not corrected for its start at 0, eps
-1e-10 outside of the root. The paper's form rescales to an RMS of 0.2 instead, and other forks keep
-v along the longer side. The authors use lr 0.02 and no decay.
+1e-10 outside of the root. See `normuon_paper` and `normuon_long_axis` for the other forms.
+The authors use lr 0.02 and no decay.
 
 Unsettled: for a wide matrix an exact polar factor has rows of equal size already, so there the
 rule acts on the error of Newton-Schulz alone.

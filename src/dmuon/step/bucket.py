@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmuon.algorithms import Algorithm, StateKind
+from dmuon.algorithms import Algorithm, Matrices, StateKind
 from dmuon.newton_schulz import Backend, Method, exact_arithmetic, orthogonalize_stack
 from dmuon.plan.copies import Copy
 from dmuon.plan.program import Batch, Flat, Program, Slab
@@ -67,6 +67,21 @@ class Members:
     indices: tuple[int, ...]
     slabs: tuple[Slab, ...]
 
+    @property
+    def stages(self) -> Matrices:
+        """Those of the algorithm."""
+        assert self.algorithm.matrices
+        return self.algorithm.matrices
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Updates that can be taken once what is added up over their matrices is known."""
+
+    members: Members
+    params: list[Tensor]
+    updates: list[Tensor]
+
 
 @dataclass(frozen=True, slots=True)
 class BatchRun:
@@ -76,7 +91,7 @@ class BatchRun:
     backend: Backend
     parts: int
     group: dict[str, Any]
-    finish: Callable[[Tensor, Mapping[str, Tensor], Mapping[str, Any]], None] | None
+    stages: Matrices
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +144,8 @@ class LocalBucket:
             assert isinstance(method, Method)
             assert first.algorithm.matrices
             backend, parts = choose(method, batch.stacks[""].shape)
-            finish = first.algorithm.matrices.finish
-            batches.append(BatchRun(method, backend, parts, first.group, finish))
+            stages = first.algorithm.matrices
+            batches.append(BatchRun(method, backend, parts, first.group, stages))
         idle, inputs, stays, arrivals = (
             tuple(_members(slabs, params))
             for slabs in (
@@ -160,8 +175,7 @@ class LocalBucket:
         tensors: dict[int, Tensor] = {}
         for members in self.inputs:
             grads, states = _advance(members, shards)
-            assert members.algorithm.matrices
-            found = members.algorithm.matrices.inputs(grads, states, members.group)
+            found = members.stages.inputs(grads, states, members.group)
             tensors |= zip(members.indices, found, strict=True)
         for i, slab in enumerate(flat.slabs):
             if slab.key:
@@ -194,10 +208,16 @@ class LocalBucket:
     def _orthogonalize(
         self, batch: Batch, run: BatchRun, stacks: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        result_BMN = orthogonalize_stack(stacks.pop(""), run.method, run.backend, run.parts)
-        if run.finish:
+        stack_BMN, stages = stacks.pop(""), run.stages
+        if stages.prepare:
+            stack_BMN = _logical(stages.prepare(_logical(stack_BMN, batch), run.group), batch)
+        if stages.spectral:
+            result_BMN = stages.spectral(stack_BMN, run.group, run.method.dtype)
+        else:
+            result_BMN = orthogonalize_stack(stack_BMN, run.method, run.backend, run.parts)
+        if stages.finish:
             states = {key: unpacked(stack, self.state_dtype) for key, stack in stacks.items()}
-            run.finish(result_BMN.mT if batch.is_tall else result_BMN, states, run.group)
+            stages.finish(_logical(result_BMN, batch), states, run.group)
             stacks = {key: packed(state, self.dtype) for key, state in states.items()}
         return {key: stack.reshape(-1) for key, stack in {"": result_BMN, **stacks}.items()}
 
@@ -210,25 +230,56 @@ class LocalBucket:
         ]
         return [(flat, copies) for flat, copies in pairs if copies]
 
-    def apply(self, flat: Flat, grouped: Sequence[Members], buffer: Tensor, shards: Shards) -> None:
-        """Take the step along the updates of some slabs, and store their new state."""
+    def apply(
+        self,
+        flat: Flat,
+        grouped: Sequence[Members],
+        buffer: Tensor,
+        shards: Shards,
+        sums: Tensor | None,
+    ) -> list[Steps]:
+        """Take the step along the updates of some slabs, and store their new state.
+
+        Returns:
+            What needs sums over whole matrices first; this rank's are added to `sums`.
+        """
         updates = unflatten(buffer, flat, self.state_dtype)
+        waiting = []
         for members in grouped:
             params = shards.cut(members.slabs, shards.weights)
             steps = [updates[i] for i in members.indices]
             if params[0].device != self.device:  # offloaded
                 steps = [step.to(param.device) for step, param in zip(steps, params, strict=True)]
-            assert members.algorithm.matrices
-            members.algorithm.matrices.apply(
-                params,
-                steps,
-                scale=members.scale,
-                lr=members.group["lr"],
-                weight_decay=members.group["weight_decay"],
-            )
+            if members.stages.after:
+                keys = members.algorithm.keys(StateKind.UPDATES)
+                states = {key: shards.cut(members.slabs, shards.states[key]) for key in keys}
+                steps = [*members.stages.after(steps, states, members.group)]
+            if sums is not None and members.stages.measure:
+                waiting.append(_measured(Steps(members, params, steps), sums))
+            else:
+                _take(Steps(members, params, steps))
         for slab, update in zip(flat.slabs, updates, strict=True):
             if slab.key:
                 shards.cut([slab], shards.states[slab.key])[0].copy_(update)
+        return waiting
+
+    def new_sums(self) -> Tensor | None:
+        """Zeros for what is added up over each matrix of the bucket; None if nothing is."""
+        shape = len(self.program.bucket.assignments), self.program.num_sums
+        dtype = torch.promote_types(self.dtype, torch.float32)
+        return torch.zeros(shape, dtype=dtype, device=self.device) if shape[1] else None
+
+    def finish(self, waiting: Iterable[Steps], sums: Tensor) -> None:
+        """Take the steps that have waited for sums over whole matrices."""
+        assignments = self.program.bucket.assignments
+        for steps in waiting:
+            positions = _positions(steps.members.slabs)
+            _take(
+                steps,
+                totals=sums[positions].to(steps.params[0].device),
+                shapes=[assignments[position].request.matrix.shape for position in positions],
+                group=steps.members.group,
+            )
 
     def collect(
         self,
@@ -270,7 +321,8 @@ def bucket_life(local: LocalBucket, shards: Shards, exchange: Exchange, stats: S
     arrivals = local.collect(program.arrivals.numel, kept) if kept else None
     flight = exchange.launch(domain, program.scatter, outbox)
     del found, kept, outbox
-    local.apply(program.stays, local.stays, stays, shards)
+    sums = local.new_sums()
+    waiting = local.apply(program.stays, local.stays, stays, shards, sums)
     del stays
     yield
     inbox = flight.wait()
@@ -278,7 +330,11 @@ def bucket_life(local: LocalBucket, shards: Shards, exchange: Exchange, stats: S
         arrivals = local.collect(program.arrivals.numel, [(inbox, program.unpack)])
     else:
         copy_(arrivals, inbox, program.unpack)
-    local.apply(program.arrivals, local.arrivals, arrivals, shards)
+    waiting += local.apply(program.arrivals, local.arrivals, arrivals, shards, sums)
+    if sums is not None:
+        flight = exchange.add(domain, sums)
+        yield
+        local.finish(waiting, flight.wait())
 
 
 def _members(slabs: Sequence[Slab], params: Mapping[str, PlannedParam]) -> Iterator[Members]:
@@ -295,13 +351,46 @@ def _members(slabs: Sequence[Slab], params: Mapping[str, PlannedParam]) -> Itera
 
 def _advance(members: Members, shards: Shards) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
     """Advance the state of slabs; return their gradients, in the dtype of the state, and state."""
-    assert members.algorithm.matrices
-    keys = members.algorithm.keys(StateKind.ELEMENTS)
-    states = {key: shards.cut(members.slabs, shards.states[key]) for key in keys}
-    likes = next(iter(states.values()))
+    gathered, counts = members.algorithm.gathered, members.algorithm.keys(StateKind.COUNT)
+    states = {key: shards.cut(members.slabs, shards.states[key]) for key in gathered}
+    likes = states[gathered[0]]
+    states |= {key: [shards.states[key][s.fqn] for s in members.slabs] for key in counts}
     grads = [
         grad if grad.dtype == like.dtype else grad.to(like.dtype)
         for grad, like in zip(shards.cut(members.slabs, shards.grads), likes, strict=True)
     ]
-    members.algorithm.matrices.advance(grads, states, members.group)
+    members.stages.advance(grads, states, members.group)
     return grads, states
+
+
+def _logical(stack_BMN: Tensor, batch: Batch) -> Tensor:
+    """Matrices as they are, from a stack with the smaller side first, and back."""
+    return stack_BMN.mT if batch.is_tall else stack_BMN
+
+
+def _positions(slabs: Iterable[Slab]) -> list[int]:
+    return [slab.position for slab in slabs if slab.position is not None]
+
+
+def _measured(steps: Steps, sums: Tensor) -> Steps:
+    """Add what this rank has of each matrix to `sums`, and what others have copies of only once."""
+    counted = [i for i, slab in enumerate(steps.members.slabs) if slab.is_counted]
+    if counted:
+        assert steps.members.stages.measure
+        params, updates = ([side[i] for i in counted] for side in (steps.params, steps.updates))
+        found = steps.members.stages.measure(params, updates)
+        positions = _positions(steps.members.slabs[i] for i in counted)
+        sums[positions, : found.shape[1]] += found.to(sums)
+    return steps
+
+
+def _take(steps: Steps, **totals: Any) -> None:  # noqa: ANN401 - see `Matrices.apply`
+    group = steps.members.group
+    steps.members.stages.apply(
+        steps.params,
+        steps.updates,
+        scale=steps.members.scale,
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        **totals,
+    )
