@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import dmuon
 from dmuon.algorithms import ALGORITHMS
@@ -14,6 +16,7 @@ from tests.distributed.test_checkpoint import load, save
 from tests.distributed.test_resume import resume, specs_of
 from tests.support.layout_cases import CASES, R, S, on
 from tests.support.parity import LR, check, run_parity, seeded
+from tests.support.rank_pool import RankError
 from tests.support.topologies import TOPOLOGIES, assert_same, build, state_of, train, weights_of
 
 pytestmark = pytest.mark.filterwarnings(
@@ -34,7 +37,6 @@ AS_PUBLISHED = {
 }
 DECAYS = {"normuon_paper": 0.1, "adamuon": 0.1}
 LAYOUTS = [
-    "FSDP2, 3 ranks",
     "FSDP2, Shard(1)",
     "FSDP2, bf16 and fp32",
     "HSDP 2x2",
@@ -42,14 +44,12 @@ LAYOUTS = [
     "DDP, sharded state",
     "DP x TP",
     "FSDP x TP, column-parallel",
-    "FSDP x TP, row-parallel",
     "EP, uneven experts",
     "EP x FSDP, Shard(0) twice",
     "experts, Shard(2)",
     "convolutions, inner dims",
     "fused QKV, borders inside shards",
     "heads on rows and columns",
-    "several meshes over other ranks",
 ]
 
 
@@ -87,8 +87,8 @@ def run_variants(case, names):
     return [run_parity(case.specs, muon={**case.muon, "algorithm": name}) for name in names]
 
 
-# Division by the root of a second moment shows the last digits of Newton-Schulz again.
-TOLERANCES = {"adamuon": 1e-4}
+# Weights that are multiplied, and a step of their size, differ in their own last digits.
+TOLERANCES = {"muonh": 5e-5, "trust_ratio": 5e-5}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -109,26 +109,30 @@ def test_variants_mix_in_one_optimizer(run_ranks, mesh, placements):
         for spec in on(mesh, *placements)((6, 4), (5, 7))
     ]
     outcomes = run_ranks(3 if mesh == (3,) else 4, run_parity, specs)
-    check(outcomes, tolerance=1e-4)
+    check(outcomes, tolerance=5e-5)
 
 
-def resume_all(specs, muon, directory):
-    for name in VARIANTS:
+def resume_all(specs, muon, directory, names):
+    for name in names:
         resume(specs, {**muon, "algorithm": name}, directory / name)
 
 
-@pytest.mark.parametrize("layout", ["HSDP 2x2", "DDP, sharded state"])
+@pytest.mark.parametrize(
+    ("layout", "names"),
+    [("HSDP 2x2", VARIANTS), ("DDP, sharded state", ["muon2", "musec", "adamuon"])],
+    ids=["HSDP", "DDP, sharded state"],
+)
 def test_a_resumed_run_of_a_variant_has_the_bits_of_an_uninterrupted_one(
-    run_ranks, tmp_path, layout
+    run_ranks, tmp_path, layout, names
 ):
     (case,) = (case for case in CASES if case.name == layout)
-    specs = specs_of(replace(case, specs=case.specs[:3]), torch.float32)
-    run_ranks(case.world_size, resume_all, specs, case.muon, tmp_path, timeout=120)
+    specs = specs_of(replace(case, specs=case.specs[:2]), torch.float32)
+    run_ranks(case.world_size, resume_all, specs, case.muon, tmp_path, names, timeout=120)
 
 
-def train_and_save_all(topology, directory):
+def train_and_save_all(topology, directory, names):
     found = {}
-    for name in VARIANTS:
+    for name in names:
         model, optimizer = build(TOPOLOGIES[topology], seed=1, algorithm=name)
         train(model, optimizer, range(2))
         state = state_of(model, optimizer)
@@ -138,9 +142,9 @@ def train_and_save_all(topology, directory):
     return found
 
 
-def load_and_train_all(topology, directory):
+def load_and_train_all(topology, directory, names):
     found = {}
-    for name in VARIANTS:
+    for name in names:
         model, optimizer = build(TOPOLOGIES[topology], seed=2, lr=7.0, algorithm=name)
         load(directory / name, model, optimizer)
         state = state_of(model, optimizer)
@@ -150,17 +154,44 @@ def load_and_train_all(topology, directory):
 
 
 @pytest.mark.parametrize(
-    ("saved_on", "loaded_on"), [("FSDP2 on 2", "FSDP2 on 3"), ("TP x FSDP2", "FSDP2 on 2")]
+    ("saved_on", "loaded_on", "names"),
+    [
+        ("FSDP2 on 2", "FSDP2 on 3", VARIANTS),
+        ("TP x FSDP2", "FSDP2 on 2", ["normuon_long_axis", "adamuon"]),
+    ],
+    ids=["all", "lines and elements"],
 )
-def test_state_of_variants_moves_between_topologies(run_ranks, tmp_path, saved_on, loaded_on):
+def test_state_of_variants_moves_between_topologies(
+    run_ranks, tmp_path, saved_on, loaded_on, names
+):
     source, target = TOPOLOGIES[saved_on].world_size, TOPOLOGIES[loaded_on].world_size
-    saved = run_ranks(source, train_and_save_all, saved_on, tmp_path, timeout=120)[0]
-    loaded = run_ranks(target, load_and_train_all, loaded_on, tmp_path, timeout=120)[0]
-    for name in VARIANTS:
+    saved = run_ranks(source, train_and_save_all, saved_on, tmp_path, names, timeout=120)[0]
+    loaded = run_ranks(target, load_and_train_all, loaded_on, tmp_path, names, timeout=120)[0]
+    for name in names:
         assert_same(loaded[name][0], saved[name][0])
         for key, weight in saved[name][1].items():
             error = (loaded[name][1][key] - weight).abs().max().item()
             assert error <= TOLERANCES.get(name, 1e-5) * LR, (name, key)
+
+
+def count_collectives(names):
+    """Rank body: exchanges of a step of one matrix on two ranks."""
+    mesh = init_device_mesh("cpu", (2,))
+    found = {}
+    for name in names:
+        param = nn.Parameter(distribute_tensor(seeded((6, 4), 1), mesh, [Shard(0)]))
+        param.grad = distribute_tensor(seeded((6, 4), 2), mesh, [Shard(0)])
+        optimizer = dmuon.Muon([param], lr=LR, algorithm=name)
+        optimizer.step()
+        found[name] = optimizer.stats.num_collectives
+    return found
+
+
+def test_only_sums_over_matrices_take_a_collective_more(run_ranks):
+    expected = {name: 3 if ALGORITHMS[name].matrices.sums else 2 for name in MATRIX_VARIANTS}
+    assert expected["adamuon"] == expected["muonh"] == 3
+    for found in run_ranks(2, count_collectives, MATRIX_VARIANTS):
+        assert found == expected
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -338,7 +369,7 @@ def test_momentum_of_musec_keeps_its_singular_values_below_the_limit(name):
     _, state = steps(name, grads, table(6, 4, 9), max_singular=0.3)
     values = torch.linalg.svdvals(state["momentum_buffer"])
     assert values.max() <= 0.3 + 1e-9
-    assert values.min() >= 0.1
+    assert values.min() >= 0.05
 
 
 def test_soft_musec_saturates_singular_values():
@@ -362,6 +393,25 @@ def test_muonh_takes_the_published_step():
     radius, update = start.norm(), dmuon.orthogonalize(grad)
     moved = start - LR * radius * update / update.norm()
     torch.testing.assert_close(found, radius * moved / moved.norm(), rtol=0, atol=1e-9)
+
+
+def train_from_zeros(zero):
+    """The last rank holds no row of either matrix."""
+    mesh = init_device_mesh("cpu", (3,))
+    values = [seeded((2, 4), i) * (i != zero) for i in range(2)]
+    params = [nn.Parameter(distribute_tensor(v, mesh, [Shard(0)])) for v in values]
+    named = [(f"p{i}", p) for i, p in enumerate(params)]
+    optimizer = dmuon.Muon(named, lr=LR, algorithm="muonh")
+    for p in params:
+        p.grad = distribute_tensor(seeded((2, 4), 5), mesh, [Shard(0)])
+    optimizer.step()
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_muonh_refuses_weights_of_zero_on_all_ranks(run_ranks, zero):
+    with pytest.raises(RankError) as caught:
+        run_ranks(3, train_from_zeros, zero)
+    assert str(caught.value).count(f"ValueError: p{zero}[0:2, 0:4]: its weights are all zero") == 3
 
 
 def test_trust_ratio_steps_in_proportion_to_the_weights():

@@ -61,7 +61,8 @@ class Matrices:
             changed in place.
         after: `(updates, states, group)` gives other updates, on the pieces; `states` holds their
             UPDATES state, which it changes in place.
-        sums: Names of what `measure` adds up over each matrix, in one collective per bucket.
+        sums: Names of what `measure` adds up over each matrix, in one collective per bucket; if
+            the first is "radius", weights for which it is zero are refused.
         measure: `(params, updates)` gives the sums over each local piece, (pieces, sums).
         apply: `(params, updates, *, scale, lr, weight_decay)` takes the step on local tensors;
             with `sums`, also `totals`, (pieces, sums) over whole matrices, their `shapes`, and the

@@ -10,7 +10,8 @@ at each step, which stays that of the start up to rounding (of the weights: in b
 cancels; decay only makes the step relatively larger, and is 0 in the source, with lr 0.018.
 
 State: momentum. The norms and <W, O> take one more collective for each bucket, of three numbers for
-each matrix. A matrix of zeros has no sphere: it becomes NaN, so that it does not go unseen.
+each matrix. A matrix of zeros has no sphere: the first step refuses it, on all ranks, when other
+matrices may have taken theirs.
 
 Unsettled: Megatron's form has a radius by configuration, and dion's a stored one.
 """
@@ -64,6 +65,6 @@ def apply(
 MUONH = Algorithm(
     "muonh",
     state={"momentum_buffer": StateKind.ELEMENTS},
-    stages=Matrices(advance, inputs, apply, sums=("weight", "update", "product"), measure=measure),
+    stages=Matrices(advance, inputs, apply, sums=("radius", "update", "product"), measure=measure),
     hyperparameters=HYPERPARAMETERS,
 )

@@ -56,7 +56,8 @@ class Request:
         finish: What else the matrices of a batch must share: the algorithm and its options, where
             it changes the orthogonalized matrix. Then tall and wide matrices stay apart.
         rows: State of the rows or columns that travels with the matrix.
-        sums: Names of what is added up over all its pieces before the step is taken.
+        sums: Names of what is added up over all its pieces before the step is taken; "radius",
+            the first if it is one of them, must not be zero.
     """
 
     matrix: Matrix

@@ -294,8 +294,8 @@ def _slabs(
         slab_shape = (piece.shape[0], *tail)
         is_counted = request.target.replica(itinerary.rank) == 0
         slab = Slab(
-            *(request.matrix.fqn, cargo.key, piece.index, slab_shape),
-            *(request.scale, position, is_counted),
+            *(request.matrix.fqn, cargo.key, piece.index, slab_shape, request.scale),
+            *((position, is_counted) if request.sums and not cargo.key else ()),
         )
         yield slab, [(position, number, piece)]
 

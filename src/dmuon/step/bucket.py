@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -59,13 +59,27 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """Slabs of one flat buffer that one foreach call can take: one group, one scale."""
+    """Slabs of one flat buffer that one foreach call can take: one group, one scale.
+
+    Attributes:
+        group: The group.
+        algorithm: Its algorithm.
+        scale: Factor on its learning rate.
+        indices: Which slabs of the buffer.
+        slabs: Those.
+        positions: Where the sums of their matrices lie, if anything is summed; on the device.
+        counted: Which of them this rank counts; others count the other copies.
+        counted_positions: `positions` of those.
+    """
 
     group: dict[str, Any]
     algorithm: Algorithm
     scale: float
     indices: tuple[int, ...]
     slabs: tuple[Slab, ...]
+    positions: Tensor | None
+    counted: tuple[int, ...]
+    counted_positions: Tensor | None
 
     @property
     def stages(self) -> Matrices:
@@ -108,6 +122,7 @@ class LocalBucket:
         stays: Members of `program.stays`.
         arrivals: Members of `program.arrivals`.
         batches: How each batch of the program runs.
+        has_radii: One entry, once the weights that must not be zero were seen not to be.
     """
 
     program: Program
@@ -119,6 +134,7 @@ class LocalBucket:
     stays: tuple[Members, ...]
     arrivals: tuple[Members, ...]
     batches: tuple[BatchRun, ...]
+    has_radii: list[bool] = field(default_factory=list)
 
     @classmethod
     def bind(
@@ -147,7 +163,7 @@ class LocalBucket:
             stages = first.algorithm.matrices
             batches.append(BatchRun(method, backend, parts, first.group, stages))
         idle, inputs, stays, arrivals = (
-            tuple(_members(slabs, params))
+            tuple(_members(slabs, params, device))
             for slabs in (
                 program.idle,
                 program.inputs.slabs,
@@ -271,15 +287,30 @@ class LocalBucket:
 
     def finish(self, waiting: Iterable[Steps], sums: Tensor) -> None:
         """Take the steps that have waited for sums over whole matrices."""
+        if not self.has_radii:
+            self._check_radii(sums)
         assignments = self.program.bucket.assignments
         for steps in waiting:
-            positions = _positions(steps.members.slabs)
-            _take(
-                steps,
-                totals=sums[positions].to(steps.params[0].device),
-                shapes=[assignments[position].request.matrix.shape for position in positions],
-                group=steps.members.group,
-            )
+            members = steps.members
+            totals = sums[members.positions, : len(members.stages.sums)]
+            found = [assignments[slab.position or 0] for slab in members.slabs]
+            shapes = [a.request.matrix.shape for a in found]
+            totals = totals.to(steps.params[0].device)
+            _take(steps, totals=totals, shapes=shapes, group=members.group)
+
+    def _check_radii(self, sums: Tensor) -> None:
+        """Refuse weights of zero where an algorithm keeps their norm, on all ranks of the bucket.
+
+        Once only, since it waits for the device.
+        """
+        assignments = self.program.bucket.assignments
+        for i, a in enumerate(assignments):
+            if a.request.sums[:1] == ("radius",) and not sums[i, 0]:
+                raise ValueError(
+                    f"{a.request.matrix}: its weights are all zero, so an algorithm that keeps "
+                    "their norm would never change them; initialize them, or use another algorithm"
+                )
+        self.has_radii.append(True)
 
     def collect(
         self,
@@ -337,7 +368,9 @@ def bucket_life(local: LocalBucket, shards: Shards, exchange: Exchange, stats: S
         local.finish(waiting, flight.wait())
 
 
-def _members(slabs: Sequence[Slab], params: Mapping[str, PlannedParam]) -> Iterator[Members]:
+def _members(
+    slabs: Sequence[Slab], params: Mapping[str, PlannedParam], device: torch.device
+) -> Iterator[Members]:
     """Slabs of matrices that share a group and a scale."""
     found: dict[tuple[int, float], list[int]] = {}
     for i, slab in enumerate(slabs):
@@ -346,7 +379,13 @@ def _members(slabs: Sequence[Slab], params: Mapping[str, PlannedParam]) -> Itera
     for (_, scale), indices in found.items():
         first = params[slabs[indices[0]].fqn]
         chosen = tuple(slabs[i] for i in indices)
-        yield Members(first.group, first.algorithm, scale, tuple(indices), chosen)
+        counted = tuple(i for i, slab in enumerate(chosen) if slab.is_counted)
+        yield Members(
+            *(first.group, first.algorithm, scale, tuple(indices), chosen),
+            positions=_positions(chosen, device),
+            counted=counted,
+            counted_positions=_positions([chosen[i] for i in counted], device),
+        )
 
 
 def _advance(members: Members, shards: Shards) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
@@ -368,19 +407,19 @@ def _logical(stack_BMN: Tensor, batch: Batch) -> Tensor:
     return stack_BMN.mT if batch.is_tall else stack_BMN
 
 
-def _positions(slabs: Iterable[Slab]) -> list[int]:
-    return [slab.position for slab in slabs if slab.position is not None]
+def _positions(slabs: Iterable[Slab], device: torch.device) -> Tensor | None:
+    found = [slab.position for slab in slabs if slab.position is not None]
+    return torch.tensor(found, device=device) if found else None
 
 
 def _measured(steps: Steps, sums: Tensor) -> Steps:
     """Add what this rank has of each matrix to `sums`, and what others have copies of only once."""
-    counted = [i for i, slab in enumerate(steps.members.slabs) if slab.is_counted]
+    counted = steps.members.counted
     if counted:
         assert steps.members.stages.measure
         params, updates = ([side[i] for i in counted] for side in (steps.params, steps.updates))
         found = steps.members.stages.measure(params, updates)
-        positions = _positions(steps.members.slabs[i] for i in counted)
-        sums[positions, : found.shape[1]] += found.to(sums)
+        sums[steps.members.counted_positions, : found.shape[1]] += found.to(sums)
     return steps
 
 
