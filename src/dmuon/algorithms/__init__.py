@@ -10,9 +10,7 @@ from dmuon.algorithms.muon2 import MUON2
 from dmuon.algorithms.muon_plus import MUON_PLUS, MUONEQ_PLUS
 from dmuon.algorithms.muoneq import MUONEQ
 from dmuon.algorithms.musec import MUSEC, SOFT_MUSEC
-from dmuon.algorithms.normuon import NORMUON
-from dmuon.algorithms.normuon_long_axis import NORMUON_LONG_AXIS
-from dmuon.algorithms.normuon_paper import NORMUON_PAPER
+from dmuon.algorithms.normuon import NORMUON, NORMUON_LONG_AXIS, NORMUON_PAPER
 from dmuon.algorithms.scales import ADJUST_LR_FNS, AdjustLr, lr_scale
 from dmuon.algorithms.sgd import SGD
 from dmuon.algorithms.signum import SIGNUM

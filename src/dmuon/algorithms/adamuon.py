@@ -19,19 +19,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from dmuon.algorithms import muon
-from dmuon.algorithms.algorithm import (
-    Algorithm,
-    Group,
-    Matrices,
-    StateKind,
-    States,
-    at_least_float32,
-)
+from dmuon.algorithms.algorithm import Group, Matrices, StateKind, States, at_least_float32
+from dmuon.algorithms.muon import MUON
 from dmuon.algorithms.stages import apply_, second_moment_, squared_norms
 
 _EPS = 1e-8
@@ -73,11 +68,11 @@ def apply(
     apply_(params, updates, scale=scale, lr=lr, weight_decay=weight_decay)
 
 
-ADAMUON = Algorithm(
-    "adamuon",
-    state={"momentum_buffer": StateKind.ELEMENTS, "update_second_moment": StateKind.UPDATES},
+ADAMUON = replace(
+    MUON,
+    name="adamuon",
+    state={**MUON.state, "update_second_moment": StateKind.UPDATES},
     stages=Matrices(muon.advance, inputs, apply, after=after, sums=("update",), measure=measure),
-    options={"beta2": 0.95},
-    hyperparameters=muon.HYPERPARAMETERS,
+    options={**MUON.options, "beta2": 0.95},
     dtypes={"update_second_moment": at_least_float32},
 )

@@ -19,12 +19,13 @@ Unsettled: Megatron's form has a radius by configuration, and dion's a stored on
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from dmuon.algorithms.algorithm import Algorithm, Group, Matrices, StateKind
-from dmuon.algorithms.muon import HYPERPARAMETERS, advance, inputs
+from dmuon.algorithms.algorithm import Group, Matrices
+from dmuon.algorithms.muon import MUON, advance, inputs
 from dmuon.algorithms.stages import squared_norms
 
 _EPS = 1e-10
@@ -62,9 +63,8 @@ def apply(
     torch._foreach_sub_(list(params), list(updates))
 
 
-MUONH = Algorithm(
-    "muonh",
-    state={"momentum_buffer": StateKind.ELEMENTS},
+MUONH = replace(
+    MUON,
+    name="muonh",
     stages=Matrices(advance, inputs, apply, sums=("radius", "update", "product"), measure=measure),
-    hyperparameters=HYPERPARAMETERS,
 )

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from dmuon.algorithms import muon
-from dmuon.algorithms.algorithm import Algorithm, Group, Matrices, StateKind, States
+from dmuon.algorithms.algorithm import Group, Matrices, StateKind, States
+from dmuon.algorithms.muon import MUON
 from dmuon.algorithms.stages import apply_
 
 
@@ -55,18 +56,18 @@ def inputs(grads: Sequence[Tensor], states: States, group: Group) -> Sequence[Te
     return muon.inputs(corrected(grads, states, group), states, group)
 
 
-MONA = Algorithm(
-    "mona",
+MONA = replace(
+    MUON,
+    name="mona",
     state={
-        "momentum_buffer": StateKind.ELEMENTS,
+        **MUON.state,
         "acceleration": StateKind.ELEMENTS,
         "previous_grad": StateKind.ELEMENTS,
         "step": StateKind.COUNT,
     },
     stages=Matrices(advance, inputs, apply_),
-    options={"acceleration_beta": 0.99, "acceleration_scale": 0.5},
-    bounds={"acceleration_scale": math.inf},
-    hyperparameters=muon.HYPERPARAMETERS,
+    options={**MUON.options, "acceleration_beta": 0.99, "acceleration_scale": 0.5},
+    bounds={**MUON.bounds, "acceleration_scale": math.inf},
 )
 MONA_LITE = replace(
     MONA,

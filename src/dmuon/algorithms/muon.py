@@ -7,8 +7,10 @@ Source: Jordan et al. 2024 (kellerjordan.github.io/posts/muon), in the conventio
 
 Turbo-Muon (Boissin et al. 2025, arXiv 2512.04632) is a group with `aol=True`,
 `ns_coefficients="turbo"` and `ns_steps=4`: rows are scaled by AOL before Newton-Schulz, which saves
-a step and orthogonalizes another matrix, the scaled one. DeepSeek-V4's is `momentum=0.95`,
-`ns_coefficients="deepseek_v4"`, `ns_steps=10` and `adjust_lr_fn="deepseek_v4"`.
+a step and orthogonalizes another matrix, the scaled one. All that is made of Muon has that option.
+
+DeepSeek-V4's Muon has `momentum=0.95`, `ns_coefficients="deepseek_v4"`, `ns_steps=10` and
+`adjust_lr_fn="deepseek_v4"`.
 """
 
 from __future__ import annotations

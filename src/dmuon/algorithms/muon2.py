@@ -14,19 +14,14 @@ root, and `nesterov=True`), and the paper's scale, for which `adjust_lr_fn` stan
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from dmuon.algorithms import muon
-from dmuon.algorithms.algorithm import (
-    Algorithm,
-    Group,
-    Matrices,
-    StateKind,
-    States,
-    at_least_float32,
-)
+from dmuon.algorithms.algorithm import Group, Matrices, StateKind, States, at_least_float32
+from dmuon.algorithms.muon import MUON
 from dmuon.algorithms.stages import apply_, second_moment_
 
 _EPS = 1e-10
@@ -46,11 +41,11 @@ def inputs(grads: Sequence[Tensor], states: States, group: Group) -> Sequence[Te
     return [value / root for value, root in zip(ahead, roots, strict=True)]
 
 
-MUON2 = Algorithm(
-    "muon2",
-    state={"momentum_buffer": StateKind.ELEMENTS, "second_moment": StateKind.ELEMENTS},
+MUON2 = replace(
+    MUON,
+    name="muon2",
+    state={**MUON.state, "second_moment": StateKind.ELEMENTS},
     stages=Matrices(advance, inputs, apply_),
-    options={"beta2": 0.95},
-    hyperparameters=muon.HYPERPARAMETERS,
+    options={**MUON.options, "beta2": 0.95},
     dtypes={"second_moment": at_least_float32},
 )

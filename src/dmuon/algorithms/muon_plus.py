@@ -16,8 +16,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dmuon.algorithms.algorithm import Algorithm, Group, Matrices, StateKind
-from dmuon.algorithms.muon import HYPERPARAMETERS, advance, inputs
+from dmuon.algorithms.algorithm import Group, Matrices
+from dmuon.algorithms.muon import MUON, advance, inputs
 from dmuon.algorithms.muoneq import prepare
 from dmuon.algorithms.stages import apply_, fill_
 
@@ -27,12 +27,7 @@ def finish(result_BMN: Tensor, _: Mapping[str, Tensor], __: Group) -> None:
     fill_(result_BMN, result_BMN.to(torch.promote_types(result_BMN.dtype, torch.float32)))
 
 
-MUON_PLUS = Algorithm(
-    "muon_plus",
-    state={"momentum_buffer": StateKind.ELEMENTS},
-    stages=Matrices(advance, inputs, apply_, finish),
-    hyperparameters=HYPERPARAMETERS,
-)
+MUON_PLUS = replace(MUON, name="muon_plus", stages=Matrices(advance, inputs, apply_, finish))
 MUONEQ_PLUS = replace(
-    MUON_PLUS, name="muoneq_plus", stages=Matrices(advance, inputs, apply_, finish, prepare)
+    MUON, name="muoneq_plus", stages=Matrices(advance, inputs, apply_, finish, prepare)
 )

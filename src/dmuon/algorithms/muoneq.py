@@ -13,12 +13,13 @@ absolute: rows below it stay smaller than the others.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from dmuon.algorithms.algorithm import Algorithm, Group, Matrices, StateKind
-from dmuon.algorithms.muon import HYPERPARAMETERS, advance, inputs
+from dmuon.algorithms.algorithm import Group, Matrices
+from dmuon.algorithms.muon import MUON, advance, inputs
 from dmuon.algorithms.stages import apply_
 
 _EPS = 1e-6
@@ -33,9 +34,4 @@ def prepare(matrices_BMN: Tensor, _: Group) -> Tensor:
     return wide_BMN * sizes_BM1
 
 
-MUONEQ = Algorithm(
-    "muoneq",
-    state={"momentum_buffer": StateKind.ELEMENTS},
-    stages=Matrices(advance, inputs, apply_, prepare=prepare),
-    hyperparameters=HYPERPARAMETERS,
-)
+MUONEQ = replace(MUON, name="muoneq", stages=Matrices(advance, inputs, apply_, prepare=prepare))

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from dmuon.algorithms.algorithm import Algorithm, Group, Matrices, StateKind
-from dmuon.algorithms.muon import HYPERPARAMETERS, advance, inputs
+from dmuon.algorithms.algorithm import Group, Matrices
+from dmuon.algorithms.muon import MUON, advance, inputs
 from dmuon.algorithms.stages import apply_, squared_norms
 
 
@@ -50,11 +51,10 @@ def apply(
     apply_(params, updates, scale=scale, lr=lr, weight_decay=weight_decay)
 
 
-TRUST_RATIO = Algorithm(
-    "trust_ratio",
-    state={"momentum_buffer": StateKind.ELEMENTS},
+TRUST_RATIO = replace(
+    MUON,
+    name="trust_ratio",
     stages=Matrices(advance, inputs, apply, sums=("weight", "update"), measure=measure),
-    options={"trust_min": 0.0, "trust_max": 10.0},
-    bounds={"trust_min": math.inf, "trust_max": math.inf},
-    hyperparameters=HYPERPARAMETERS,
+    options={**MUON.options, "trust_min": 0.0, "trust_max": 10.0},
+    bounds={**MUON.bounds, "trust_min": math.inf, "trust_max": math.inf},
 )

@@ -16,6 +16,7 @@ from dmuon.plan.copies import Copy
 from dmuon.plan.program import Batch, Flat, Program, Slab
 from dmuon.step.buffers import collect, copy_, flatten, packed, unflatten, unpacked
 from dmuon.step.parameters import PlannedParam
+from dmuon.step.sums import Steps, Sums
 from dmuon.transport.exchange import Exchange
 
 Life = Iterator[None]
@@ -89,15 +90,6 @@ class Members:
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
-    """Updates that can be taken once what is added up over their matrices is known."""
-
-    members: Members
-    params: list[Tensor]
-    updates: list[Tensor]
-
-
-@dataclass(frozen=True, slots=True)
 class BatchRun:
     """How a batch is orthogonalized here: what follows from its group and this rank's device."""
 
@@ -122,7 +114,7 @@ class LocalBucket:
         stays: Members of `program.stays`.
         arrivals: Members of `program.arrivals`.
         batches: How each batch of the program runs.
-        has_radii: One entry, once the weights that must not be zero were seen not to be.
+        has_radii: Empty until weights that must not be zero were seen not to be.
     """
 
     program: Program
@@ -252,65 +244,39 @@ class LocalBucket:
         grouped: Sequence[Members],
         buffer: Tensor,
         shards: Shards,
-        sums: Tensor | None,
-    ) -> list[Steps]:
+        sums: Sums | None,
+    ) -> None:
         """Take the step along the updates of some slabs, and store their new state.
 
-        Returns:
-            What needs sums over whole matrices first; this rank's are added to `sums`.
+        What needs sums over whole matrices is left to `sums`.
         """
         updates = unflatten(buffer, flat, self.state_dtype)
-        waiting = []
         for members in grouped:
-            params = shards.cut(members.slabs, shards.weights)
-            steps = [updates[i] for i in members.indices]
-            if params[0].device != self.device:  # offloaded
-                steps = [step.to(param.device) for step, param in zip(steps, params, strict=True)]
-            if members.stages.after:
-                keys = members.algorithm.keys(StateKind.UPDATES)
-                states = {key: shards.cut(members.slabs, shards.states[key]) for key in keys}
-                steps = [*members.stages.after(steps, states, members.group)]
-            if sums is not None and members.stages.measure:
-                waiting.append(_measured(Steps(members, params, steps), sums))
+            steps = self._steps(members, updates, shards)
+            if sums and members.stages.measure:
+                sums.add(steps)
             else:
-                _take(Steps(members, params, steps))
+                steps.take()
         for slab, update in zip(flat.slabs, updates, strict=True):
             if slab.key:
                 shards.cut([slab], shards.states[slab.key])[0].copy_(update)
-        return waiting
 
-    def new_sums(self) -> Tensor | None:
-        """Zeros for what is added up over each matrix of the bucket; None if nothing is."""
-        shape = len(self.program.bucket.assignments), self.program.num_sums
-        dtype = torch.promote_types(self.dtype, torch.float32)
-        return torch.zeros(shape, dtype=dtype, device=self.device) if shape[1] else None
+    def _steps(self, members: Members, updates: Sequence[Tensor], shards: Shards) -> Steps:
+        params = shards.cut(members.slabs, shards.weights)
+        steps: Sequence[Tensor] = [updates[i] for i in members.indices]
+        if params[0].device != self.device:  # offloaded
+            steps = [step.to(param.device) for step, param in zip(steps, params, strict=True)]
+        if members.stages.after:
+            keys = members.algorithm.keys(StateKind.UPDATES)
+            states = {key: shards.cut(members.slabs, shards.states[key]) for key in keys}
+            steps = members.stages.after(steps, states, members.group)
+        return Steps(members, params, steps)
 
-    def finish(self, waiting: Iterable[Steps], sums: Tensor) -> None:
-        """Take the steps that have waited for sums over whole matrices."""
-        if not self.has_radii:
-            self._check_radii(sums)
-        assignments = self.program.bucket.assignments
-        for steps in waiting:
-            members = steps.members
-            totals = sums[members.positions, : len(members.stages.sums)]
-            found = [assignments[slab.position or 0] for slab in members.slabs]
-            shapes = [a.request.matrix.shape for a in found]
-            totals = totals.to(steps.params[0].device)
-            _take(steps, totals=totals, shapes=shapes, group=members.group)
-
-    def _check_radii(self, sums: Tensor) -> None:
-        """Refuse weights of zero where an algorithm keeps their norm, on all ranks of the bucket.
-
-        Once only, since it waits for the device.
-        """
-        assignments = self.program.bucket.assignments
-        for i, a in enumerate(assignments):
-            if a.request.sums[:1] == ("radius",) and not sums[i, 0]:
-                raise ValueError(
-                    f"{a.request.matrix}: its weights are all zero, so an algorithm that keeps "
-                    "their norm would never change them; initialize them, or use another algorithm"
-                )
-        self.has_radii.append(True)
+    def new_sums(self) -> Sums | None:
+        """Where sums over the matrices of the bucket are added up; None if there are none."""
+        if not self.program.num_sums:
+            return None
+        return Sums.of(self.program, self.device, torch.promote_types(self.dtype, torch.float32))
 
     def collect(
         self,
@@ -353,7 +319,7 @@ def bucket_life(local: LocalBucket, shards: Shards, exchange: Exchange, stats: S
     flight = exchange.launch(domain, program.scatter, outbox)
     del found, kept, outbox
     sums = local.new_sums()
-    waiting = local.apply(program.stays, local.stays, stays, shards, sums)
+    local.apply(program.stays, local.stays, stays, shards, sums)
     del stays
     yield
     inbox = flight.wait()
@@ -361,11 +327,13 @@ def bucket_life(local: LocalBucket, shards: Shards, exchange: Exchange, stats: S
         arrivals = local.collect(program.arrivals.numel, [(inbox, program.unpack)])
     else:
         copy_(arrivals, inbox, program.unpack)
-    waiting += local.apply(program.arrivals, local.arrivals, arrivals, shards, sums)
-    if sums is not None:
-        flight = exchange.add(domain, sums)
+    local.apply(program.arrivals, local.arrivals, arrivals, shards, sums)
+    if sums:
+        flight = exchange.add(domain, sums.values)
         yield
-        local.finish(waiting, flight.wait())
+        flight.wait()
+        sums.take(check=not local.has_radii)
+        local.has_radii.append(True)
 
 
 def _members(
@@ -410,26 +378,3 @@ def _logical(stack_BMN: Tensor, batch: Batch) -> Tensor:
 def _positions(slabs: Iterable[Slab], device: torch.device) -> Tensor | None:
     found = [slab.position for slab in slabs if slab.position is not None]
     return torch.tensor(found, device=device) if found else None
-
-
-def _measured(steps: Steps, sums: Tensor) -> Steps:
-    """Add what this rank has of each matrix to `sums`, and what others have copies of only once."""
-    counted = steps.members.counted
-    if counted:
-        assert steps.members.stages.measure
-        params, updates = ([side[i] for i in counted] for side in (steps.params, steps.updates))
-        found = steps.members.stages.measure(params, updates)
-        sums[steps.members.counted_positions, : found.shape[1]] += found.to(sums)
-    return steps
-
-
-def _take(steps: Steps, **totals: Any) -> None:  # noqa: ANN401 - see `Matrices.apply`
-    group = steps.members.group
-    steps.members.stages.apply(
-        steps.params,
-        steps.updates,
-        scale=steps.members.scale,
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        **totals,
-    )
