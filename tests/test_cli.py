@@ -177,7 +177,7 @@ def test_owners_are_balanced_by_the_measured_times(tmp_path):
             optimizer.step()
         finally:
             torch.use_deterministic_algorithms(False)
-        assignments = optimizer._plan().plan.assignments
+        assignments = optimizer._stepper._planned.plan.assignments
         costs = {a.request.matrix.shape: a.cost for a in assignments}
         assert costs[8, 8] / costs[8, 16] == pytest.approx(expected)
 

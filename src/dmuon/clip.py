@@ -165,7 +165,7 @@ def _num_replicas(
     keys = [(p.device_mesh, p.placements) if isinstance(p, DTensor) else None for p in params]
     firsts = {key: param for key, param in zip(keys, params, strict=True) if key is not None}
     read = {key: read_layout("parameter", param) for key, param in firsts.items()}
-    spanned = {rank for layout in read.values() for rank in layout.ranks}
+    spanned = set[int]().union(*(layout.ranks for layout in read.values()))
     plain = max(len(spanned), 1) if process_group is None else process_group.size()
     replicas = [plain if key is None else read[key].num_replicas for key in keys]
     return replicas, max(plain, len(spanned)) > 1

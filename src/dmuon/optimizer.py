@@ -61,9 +61,9 @@ class Muon(ManagedOptimizer):
 
     Args:
         params: Groups from `dmuon.param_groups(model)`, or any params, named params or groups as
-            torch takes them. Groups take the keys `use_muon` (or `algorithm`: "muon", "adamw"),
-            `flatten` (convolutions: `out x rest`), `split` (row sizes, or `dmuon.Split`), and the
-            hyperparameters below.
+            torch takes them. Groups take the keys `algorithm` (or `use_muon`), `flatten`
+            (convolutions: `out x rest`), `split` (row sizes, or `dmuon.Split`), the hyperparameters
+            below and those of their algorithm.
         lr: Learning rate, a float or a one-element Tensor.
         weight_decay: Decoupled weight decay, multiplied by the unscaled `lr`.
         momentum: Momentum of Muon groups.
@@ -75,7 +75,8 @@ class Muon(ManagedOptimizer):
         ns_steps: Number of Newton-Schulz steps.
         adjust_lr_fn: Learning-rate scale `s(M, N)` of a logical matrix: None or "original",
             "match_rms_adamw", "spectral", "spectral_unclamped", or a function of `(rows, cols)`.
-            See `dmuon.update.lr_scale`.
+            See `dmuon.lr_scale`.
+        algorithm: What optimizes the matrices of groups that do not say: "muon" or "normuon".
         ns_dtype: dtype of Newton-Schulz; None is float32 on CPU and bfloat16 elsewhere.
         betas: Coefficients of AdamW groups.
         process_group: Ranks over which *plain* tensors are replicated (DDP). Without it a plain
@@ -93,10 +94,11 @@ class Muon(ManagedOptimizer):
             what an owner stacks.
         nonfinite: What `step` does about an infinite or NaN gradient: "propagate" it, into that
             parameter alone; or "skip" the step, or "raise", on all ranks and with weights, state
-            and step counts untouched. The last two wait for the device, and every rank of the
-            default process group must then call `step` if any parameter lies on several ranks.
-        tuning: File written by `dmuon tune`, the same on all ranks: how to orthogonalize each
-            shape, and the times by which owners are balanced instead of FLOPs.
+            and step counts untouched. The last two wait for the device.
+        nonfinite_group: Ranks that decide that together, and must all call `step`; None is all.
+        tuning: How each shape is orthogonalized, and the times by which owners are balanced
+            instead of FLOPs. "auto" measures at the first step, on accelerators; "measure"
+            anywhere; or a file that `tune` or `dmuon tune` wrote, the same on all ranks; or None.
 
     Attributes:
         process_group: As given.
@@ -106,7 +108,7 @@ class Muon(ManagedOptimizer):
     Raises:
         ValueError: A hyperparameter is unknown or out of range, or a parameter of a Muon group is
             not a matrix.
-        RuntimeError: From `step`, on all ranks, if their plans differ.
+        RuntimeError: From `step`, on all ranks, if their plans or hyperparameters differ.
 
     Collective: `step` must be called by every rank that holds a part of any parameter.
     """

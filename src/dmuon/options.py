@@ -67,8 +67,8 @@ class Settings:
     def __post_init__(self) -> None:
         if self.shard_state and self.process_group is None:
             raise ValueError("shard_state=True needs the process_group of the replicated tensors")
-        if not self.bucket_bytes > 0:
-            raise ValueError(f"bucket_cap_mb must be > 0, got {self.bucket_bytes / MIB}")
+        if not (_in_range(self.bucket_bytes, math.inf) and self.bucket_bytes):
+            raise ValueError(f"bucket_cap_mb must be finite and > 0, got {self.bucket_bytes / MIB}")
         if self.nonfinite not in _NONFINITE:
             raise ValueError(f"nonfinite must be one of {_NONFINITE}, got {self.nonfinite!r}")
 
@@ -158,8 +158,8 @@ def plain(value: Any) -> Any:  # noqa: ANN401 - any hyperparameter
     """
     if value is None or isinstance(value, (bool, Tensor)):
         return value
-    if getattr(value, "shape", None) == ():  # NumPy's, whose bool is none of Python's numbers
-        value = value.item()
+    if hasattr(value, "tolist"):  # NumPy's, whose bool is none of Python's numbers
+        value = value.tolist()
     if isinstance(value, str):
         value = str.__str__(value)
     elif isinstance(value, Real):
@@ -191,6 +191,21 @@ def check_hyperparameters(values: Mapping[str, Any], where: str) -> None:
     Raises:
         ValueError: A value is out of range; says which and where.
     """
+    check_numbers(values, where)
+    if not isinstance(values["nesterov"], int):
+        raise ValueError(f"{where}: nesterov must be True or False, got {values['nesterov']!r}")
+    if not callable(values["adjust_lr_fn"]):  # a function is asked about real shapes only
+        with at(where):
+            lr_scale(values["adjust_lr_fn"], (1, 1))
+    _check_orthogonalization(values, where)
+
+
+def check_numbers(values: Mapping[str, Any], where: str) -> None:
+    """Check what a step reads anew each time.
+
+    Raises:
+        ValueError: A value is out of range; says which and where.
+    """
     lr = values["lr"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"{where}: a Tensor lr must have one element, got {lr.numel()}")
@@ -207,10 +222,6 @@ def check_hyperparameters(values: Mapping[str, Any], where: str) -> None:
     betas = values["betas"]
     if not isinstance(betas, Sequence) or [_in_range(beta, 1) for beta in betas] != [True, True]:
         raise ValueError(f"{where}: betas must be two numbers in [0, 1), got {betas!r}")
-    if not callable(values["adjust_lr_fn"]):  # a function is asked about real shapes only
-        with at(where):
-            lr_scale(values["adjust_lr_fn"], (1, 1))
-    _check_orthogonalization(values, where)
 
 
 def _check_orthogonalization(values: Mapping[str, Any], where: str) -> None:
@@ -242,22 +253,17 @@ def at(where: str) -> Iterator[None]:
 
 
 def _in_range(value: object, stop: float) -> bool:
-    return isinstance(value, Real) and 0 <= float(value) < stop
+    # Asking about `Real` takes longer, and this is asked at every step.
+    return (type(value) is float or isinstance(value, Real)) and 0 <= float(value) < stop
 
 
 def param_names(group: Mapping[str, Any], number: int) -> list[str]:
     """Name of each parameter of a group: its own when it was given, else its position.
 
-    Raises:
-        ValueError: Parameters were replaced by a different number of them.
+    Where parameters were replaced by a different number of them, `check_group` says so.
     """
     names = group.get("param_names")
-    if names is not None:
-        if len(names) != len(group["params"]):
-            raise ValueError(
-                f"parameter group {number} has {len(group['params'])} parameters but {len(names)} "
-                "param_names; replace both together, or use add_param_group"
-            )
+    if names is not None and len(names) == len(group["params"]):
         return list(names)
     return [f"param_groups[{number}]['params'][{i}]" for i in range(len(group["params"]))]
 
@@ -265,12 +271,19 @@ def param_names(group: Mapping[str, Any], number: int) -> list[str]:
 def check_group(group: dict[str, Any], number: int) -> None:
     """Check the values of a group and that its parameters suit it.
 
-    Modifies: `group["split"]`, which becomes plain data.
+    Modifies: the group, whose values become plain data, also those written into it later.
 
     Raises:
         ValueError: Something does not fit; names the group or the parameter.
     """
+    group.update(plain_values(group))
     where = f"parameter group {number}"
+    names, num_params = group.get("param_names"), len(group["params"])
+    if names is not None and len(names) != num_params:
+        raise ValueError(
+            f"{where} has {num_params} parameters but {len(names)} param_names; replace both "
+            "together, or use add_param_group"
+        )
     algorithm = ALGORITHMS.get(group["algorithm"])
     if algorithm is None or group["use_muon"] != (algorithm.matrices is not None):
         raise ValueError(

@@ -210,7 +210,7 @@ def test_torch_muon_and_adamw_continue():
         other = dict(theirs.named_parameters())[name]
         tolerance = 0.1 * LR * scale(mine.shape) if mine.ndim == 2 else 1e-6 * LR
         assert (mine - other).abs().max().item() <= tolerance, name
-    for name, param, group in optimizer._named_params():
+    for name, param, group in optimizer.named_params():
         source = muon if group["use_muon"] else adamw
         state = source.state[dict(theirs.named_parameters())[name]]
         for key, value in optimizer.state[param].items():
@@ -392,5 +392,5 @@ def test_master_weights_stay():
     model = make_model().bfloat16()
     optimizer = make_muon(model, master_weights=True)
     dmuon.adopt_state(optimizer, source.state_dict(), source="keller", names=[MUON + ADAMW])
-    for name, param, _ in optimizer._named_params():
+    for name, param, _ in optimizer.named_params():
         assert torch.equal(optimizer.state[param]["master_weight"], param.float()), name

@@ -17,8 +17,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from dmuon.layout.layout import Layout, Sharding, single_rank
 from dmuon.layout.matrices import matrices_of
-from dmuon.plan.cost import CostModel, newton_schulz_flops
 from dmuon.plan.build import build_plan
+from dmuon.plan.cost import CostModel, newton_schulz_flops
 from dmuon.plan.fingerprint import describe, digest
 from dmuon.plan.plan import Plan, Request
 from tests.layout.test_layout import Case

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dmuon
@@ -78,7 +78,7 @@ def test_tune_writes_a_table_that_another_optimizer_follows(tmp_path):
 
 
 def measure_on_ranks(cache):
-    import os  # noqa: PLC0415
+    import os
 
     os.environ["DMUON_CACHE_DIR"] = f"{cache}/{dist.get_rank()}"
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -90,6 +90,28 @@ def measure_on_ranks(cache):
     optimizer = dmuon.Muon(params, lr=LR, tuning="measure")
     train(optimizer, params, lay_out)
     return timings_of(optimizer), [p.full_tensor().detach() for p in params]
+
+
+def overlap():
+    """Ranks 0, 1 share one parameter and ranks 1, 2 another: no rank could decide for all."""
+    rank = dist.get_rank()
+    params = []
+    for i, ranks in enumerate([(0, 1), (1, 2)]):
+        group = dist.new_group(list(ranks))
+        if rank in ranks:
+            mesh = DeviceMesh.from_group(group, "cpu")
+            whole_weight = seeded((6, 4), 9, i)
+            tensor = distribute_tensor(whole_weight, mesh, [Shard(0)], src_data_rank=None)
+            params.append((f"p{i}", nn.Parameter(tensor)))
+    optimizer = dmuon.Muon(params, lr=LR, tuning="measure")
+    for _, p in params:
+        p.grad = p.detach().clone()
+    optimizer.step()
+    return timings_of(optimizer)
+
+
+def test_where_ranks_overlap_nothing_is_measured_and_nobody_waits(run_ranks):
+    assert run_ranks(3, overlap) == [Timings()] * 3
 
 
 def test_one_rank_measures_for_all_and_they_step_as_one_process(run_ranks, tmp_path):

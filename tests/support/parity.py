@@ -34,10 +34,15 @@ class Spec:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank saw; `weights` are whole parameters, where it is part of their mesh."""
+    """What one rank saw; of parameters whole, where it is part of their mesh, and of their state.
+
+    `state_errors` are relative to the largest entry of a state.
+    """
 
     weights: list[Tensor | None]
     errors: list[float]
+    states: list[Tensor | None]
+    state_errors: list[float]
     ns_matrices: int
     num_matrices: int
     bytes_sent: int
@@ -99,12 +104,25 @@ def run_parity(
         optimizer.step()
         reference.step()
     weights = [full_tensor(p) for p in sharded]
+    names = [[*reference.state[w]] for w in whole]
+    assert names == [[*optimizer.state[p]] for p in sharded]
+    pairs = [
+        (full_tensor(optimizer.state[p][name]), reference.state[w][name])
+        for p, w, keys in zip(sharded, whole, names, strict=True)
+        for name in keys
+    ]
     report = optimizer.report()
     return Outcome(
         weights=weights,
         errors=[
             (a.float() - b.detach().float()).abs().max().item()
             for a, b in zip(weights, whole, strict=True)
+            if a is not None
+        ],
+        states=[state for state, _ in pairs],
+        state_errors=[
+            ((a.float() - b.float()).abs().max() / b.float().abs().max()).item()
+            for a, b in pairs
             if a is not None
         ],
         ns_matrices=optimizer.stats.ns_matrices,
@@ -128,9 +146,11 @@ def check(
     """Assert the property over what all ranks returned."""
     for rank, outcome in enumerate(outcomes):
         assert max(outcome.errors) <= tolerance * LR, (rank, outcome.errors)
+        assert max(outcome.state_errors) <= tolerance, (rank, outcome.state_errors)
         assert outcome.bytes_sent == outcome.planned_bytes
         assert outcome.ns_matrices == outcome.planned_runs
-        for mine, first in zip(outcome.weights, outcomes[0].weights, strict=True):
+        tensors, firsts = ((*o.weights, *o.states) for o in (outcome, outcomes[0]))
+        for mine, first in zip(tensors, firsts, strict=True):
             assert mine is None or torch.equal(mine, first), "replicas differ"
     runs = sum(o.ns_matrices for o in outcomes)
     assert runs == runs_per_matrix * outcomes[0].num_matrices

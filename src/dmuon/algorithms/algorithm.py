@@ -20,6 +20,10 @@ Group = Mapping[str, Any]
 States = Mapping[str, Sequence[Tensor]]
 
 
+# Of state that travels: its increments are too small for half precision.
+ROWS_DTYPE = torch.float32
+
+
 class StateKind(Enum):
     """What one state of a parameter holds.
 
@@ -118,6 +122,12 @@ class Algorithm:
     def gathered(self) -> list[str]:
         """Keys of the state that gradients advance, laid out as what is gathered."""
         return self.keys(StateKind.ELEMENTS) or self.keys(StateKind.UPDATES)
+
+    def dtype_of(self, key: str, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of one state of a parameter of a dtype."""
+        if self.state.get(key) in {StateKind.ROWS, StateKind.COLS}:
+            return ROWS_DTYPE
+        return self.dtypes[key](dtype) if key in self.dtypes else dtype
 
     def keys(self, *kinds: StateKind) -> list[str]:
         """Keys of the state of some kinds."""

@@ -61,9 +61,10 @@ def finish_long_axis(result_BMN: Tensor, states: Mapping[str, Tensor], group: Gr
 def _advanced(
     result_BMN: Tensor, moment: Tensor, group: Group, *, dim: int
 ) -> tuple[Tensor, Tensor]:
-    """Matrices in the dtype of their moment, and the moment, advanced in place."""
-    wide_BMN = result_BMN.to(moment.dtype)
-    moment.lerp_(wide_BMN.square().mean(dim=dim, keepdim=True), 1 - group["beta2"])
+    """Matrices, at least in the dtype of their moment, and the moment, advanced in place."""
+    wide_BMN = result_BMN.to(torch.promote_types(result_BMN.dtype, moment.dtype))
+    mean = wide_BMN.square().mean(dim=dim, keepdim=True)
+    moment.lerp_(mean.to(moment.dtype), 1 - group["beta2"])
     return wide_BMN, moment
 
 

@@ -17,8 +17,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from dmuon.algorithms import ALGORITHMS
 from dmuon.optimizer import Muon
 from dmuon.routing.evidence import clean_fqn
+from dmuon.state.initial import MASTER
 
 StateDict = Mapping[str, Any]
 
@@ -170,8 +172,8 @@ class _Target:
 
     @property
     def keys(self) -> list[str]:
-        """What the source must have; a float32 copy of the weights is made from the weights."""
-        return [key for key in self.state if key != "master_weight"]
+        """What the source must have: Muon's or AdamW's state. What a variant adds starts afresh."""
+        return list(ALGORITHMS[self.algorithm].state)
 
 
 def _no_renaming(group: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -423,7 +425,10 @@ def _load(
 ) -> None:
     """Load what was found, each value by the parameter's number, and apply the factors."""
     state = {
-        number: {value.key: entries[value.fqn].values[value.source_key] for value in values}
+        number: {
+            **{key: value for key, value in state_dict["state"][number].items() if key != MASTER},
+            **{value.key: entries[value.fqn].values[value.source_key] for value in values},
+        }
         for number, values in adopted.items()
     }
     optimizer.load_state_dict({**state_dict, "state": state})

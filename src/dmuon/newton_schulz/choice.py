@@ -9,7 +9,12 @@ import torch
 from dmuon.newton_schulz.backend import PLAIN, Backend, Form, Product
 from dmuon.newton_schulz.method import DTYPES
 from dmuon.newton_schulz.polynomial import Coefficients
-from dmuon.newton_schulz.products import diagonal_side
+from dmuon.newton_schulz.products import (
+    SymmetricProduct,
+    block_product,
+    dense_product,
+    diagonal_side,
+)
 from dmuon.newton_schulz.restarts import safe_restarts
 
 # Measured on CPU. Where halving takes less off a side, blocks do not pay for their copies.
@@ -104,3 +109,16 @@ def cached_parts(batch: int, shape: tuple[int, int], dtype: torch.dtype, device_
     # The matrix and its successor, the Gram matrix and the update.
     matrix_bytes = 2 * size * (length + size) * dtype.itemsize
     return max(1, -(-batch // max(1, CACHE_BYTES // max(1, matrix_bytes))))
+
+
+def load_product(product: Product) -> SymmetricProduct:
+    """Return the implementation of a product; only now imports what it alone needs."""
+    if product == "triton":
+        from dmuon.newton_schulz.kernels.triton import triton_product  # noqa: PLC0415
+
+        return triton_product
+    if product == "quack":
+        from dmuon.newton_schulz.kernels.quack import quack_product  # noqa: PLC0415
+
+        return quack_product
+    return dense_product if product == "dense" else block_product

@@ -10,14 +10,13 @@ from torch import Tensor
 
 from dmuon.newton_schulz.ambient import exact_arithmetic
 from dmuon.newton_schulz.backend import PLAIN, Backend
-from dmuon.newton_schulz.choice import cached_parts, choose_backend, obstacle
+from dmuon.newton_schulz.choice import cached_parts, choose_backend, load_product, obstacle
 from dmuon.newton_schulz.coefficients import resolve_coefficients
 from dmuon.newton_schulz.gram import gram_newton_schulz
 from dmuon.newton_schulz.method import DTYPES, Method, check_precision
 from dmuon.newton_schulz.normalize import normalize, precondition
 from dmuon.newton_schulz.plain import newton_schulz
 from dmuon.newton_schulz.polynomial import Triple
-from dmuon.newton_schulz.products import load_product
 from dmuon.newton_schulz.restarts import safe_restarts
 
 

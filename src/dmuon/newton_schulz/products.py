@@ -9,8 +9,6 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from dmuon.newton_schulz.backend import Product
-
 # Smaller blocks save fewer FLOPs than their GEMMs lose in efficiency.
 SMALLEST_BLOCK = 64
 
@@ -100,16 +98,3 @@ def _blocks(x_BMM: Tensor, side: int, pairs: int) -> tuple[Tensor, Tensor]:
     below = x_BMM.as_strided(shape, (size * size, apart, size, 1), side * size)
     above = x_BMM.as_strided(shape, (size * size, apart, 1, size), side)
     return below, above
-
-
-def load_product(product: Product) -> SymmetricProduct:
-    """Return the implementation of a product; only now imports what it alone needs."""
-    if product == "triton":
-        from dmuon.newton_schulz.kernels.triton import triton_product  # noqa: PLC0415
-
-        return triton_product
-    if product == "quack":
-        from dmuon.newton_schulz.kernels.quack import quack_product  # noqa: PLC0415
-
-        return quack_product
-    return dense_product if product == "dense" else block_product

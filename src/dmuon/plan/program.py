@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 
 from dmuon.layout.matrices import Piece, Runs
 from dmuon.plan.copies import Copy, merge
-from dmuon.plan.plan import Bucket, Cargo, Domain, Itinerary, Leg, Request, Route
+from dmuon.plan.plan import Bucket, Domain, Itinerary, Leg, Request, Route
 
 Shape = tuple[int, ...]
 # Which of some shapes are stacked, and in which wide shape; see `dmuon.plan.batches`.
@@ -184,6 +184,8 @@ class _Place(NamedTuple):
 
 # Where one side of an exchange has the piece of a leg; None where it has it not.
 _Places = Callable[[Leg], _Place | None]
+# Makes the stack of a cargo by number, of a shape, with the slots of its matrices by position.
+_MakeStack = Callable[[int, tuple[int, int, int], Mapping[int, _Place]], Stack]
 # A piece that this rank stores: position in the bucket, number of the cargo, and the piece.
 _Held = tuple[int, int, Piece]
 
@@ -205,11 +207,10 @@ def program_of(itinerary: Itinerary, stacking: Stacking) -> Program:
         stacking: Says which matrices of equal method share a batch.
     """
     domain, gather, scatter = itinerary.bucket.domain, itinerary.gather, itinerary.scatter
-    held = [(*key, piece) for key, piece in itinerary.held.items()]
-    sources = _groups(itinerary, held, "source", (*gather.sends, *gather.kept))
+    sources = _groups(itinerary, itinerary.held, "source", (*gather.sends, *gather.kept))
     inputs, in_inputs = _flat([group for group in sources if group.peers])
     back = (*scatter.receives, *scatter.kept)
-    stored = [(leg.position, leg.cargo, leg.piece) for leg in back]
+    stored = {(leg.position, leg.cargo): leg.piece for leg in back}
     targets = _groups(itinerary, stored, "target", back)
     stays, in_stays = _flat([group for group in targets if group.peers == {itinerary.rank}])
     arrivals, in_arrivals = _flat([group for group in targets if group.peers != {itinerary.rank}])
@@ -244,7 +245,7 @@ def program_of(itinerary: Itinerary, stacking: Stacking) -> Program:
 
 def _groups(
     itinerary: Itinerary,
-    held: Iterable[_Held],
+    held: Mapping[tuple[int, int], Piece],
     side: Literal["source", "target"],
     legs: Sequence[Leg],
 ) -> list[_Group]:
@@ -253,10 +254,10 @@ def _groups(
     for leg in legs:
         peers[leg.position, leg.cargo].add(leg.peer)
     by_tensor: dict[tuple[str, str], list[_Held]] = defaultdict(list)
-    for position, number, piece in sorted(held, key=lambda h: h[:2]):
+    for position, number in sorted(held):
         request = itinerary.bucket.assignments[position].request
         cargo = request.cargo[number]
-        by_tensor[request.matrix.fqn, cargo.key].append((position, number, piece))
+        by_tensor[request.matrix.fqn, cargo.key].append((position, number, held[position, number]))
     groups = [
         _Group(slab, members, frozenset().union(*(peers[m[:2]] for m in members)))
         for pieces in by_tensor.values()
@@ -385,7 +386,7 @@ def _transfer(route: Route, domain: Domain) -> Transfer:
 def _batches(
     itinerary: Itinerary,
     stacking: Stacking,
-    stack: Callable[[int, tuple[int, int, int], Mapping[int, _Place]], Stack],
+    stack: _MakeStack,
 ) -> Iterator[Batch]:
     """Stack what this rank owns: equal methods and shapes together, the longer side along rows."""
     kinds: dict[Hashable, list[int]] = defaultdict(list)
@@ -394,23 +395,26 @@ def _batches(
             kinds[_kind(a.request)].append(position)
     for members in kinds.values():
         requests = [itinerary.bucket.assignments[p].request for p in members]
-        for (m, n), indices in stacking(requests[0], [r.matrix.shape for r in requests]):
-            batch = {members[i]: requests[i] for i in sorted(indices)}
-            slots = {
-                position: _Place(b * m * n, *((1, n) if _is_tall(r) else (n, 1)), by_matrix=True)
-                for b, (position, r) in enumerate(batch.items())
-            }
-            first = requests[indices[0]]
-            yield Batch(
-                first,
-                is_tall=_is_tall(first),
-                is_padded=any(sorted(r.matrix.shape) != [m, n] for r in batch.values()),
-                stacks={"": stack(0, (len(batch), m, n), slots)}
-                | {
-                    cargo.key: _state_stack(number, cargo, list(batch), stack)
-                    for number, cargo in enumerate(first.rows, start=1)
-                },
-            )
+        for shape, indices in stacking(requests[0], [r.matrix.shape for r in requests]):
+            chosen = {members[i]: requests[i] for i in sorted(indices)}
+            yield _batch(chosen, shape, stack)
+
+
+def _batch(requests: Mapping[int, Request], shape: tuple[int, int], stack: _MakeStack) -> Batch:
+    """A batch of requests, by position, in a wide shape."""
+    m, n = shape
+    first = next(iter(requests.values()))
+    slots = {
+        position: _Place(b * m * n, *((1, n) if _is_tall(r) else (n, 1)), by_matrix=True)
+        for b, (position, r) in enumerate(requests.items())
+    }
+    stacks = {"": stack(0, (len(requests), m, n), slots)}
+    for number, cargo in enumerate(first.rows, start=1):
+        rows, width = cargo.block.shape
+        slots = {p: _Place(b * rows * width, width, 1, True) for b, p in enumerate(requests)}
+        stacks[cargo.key] = stack(number, (len(requests), rows, width), slots)
+    is_padded = any(sorted(r.matrix.shape) != [m, n] for r in requests.values())
+    return Batch(first, _is_tall(first), is_padded, stacks)
 
 
 def _kind(request: Request) -> Hashable:
@@ -423,14 +427,3 @@ def _kind(request: Request) -> Hashable:
 def _is_tall(request: Request) -> bool:
     rows, cols = request.matrix.shape
     return rows > cols
-
-
-def _state_stack(
-    number: int,
-    cargo: Cargo,
-    positions: Sequence[int],
-    stack: Callable[[int, tuple[int, int, int], Mapping[int, _Place]], Stack],
-) -> Stack:
-    rows, width = cargo.block.shape
-    slots = {p: _Place(b * rows * width, width, 1, True) for b, p in enumerate(positions)}
-    return stack(number, (len(positions), rows, width), slots)

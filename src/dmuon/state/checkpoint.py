@@ -26,6 +26,7 @@ from dmuon.state.initial import MASTER
 
 _MODEL_FACTS = ("param_names", "algorithm", *ROUTING_DEFAULTS)
 _FUNCTION = "function "
+_OURS = {MASTER, *(key for algorithm in ALGORITHMS.values() for key in algorithm.state)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +161,9 @@ def _fit_state(
     # A flattened state dict gives an empty dict for what was not saved.
     found = {key for key, value in saved.items() if not isinstance(value, Mapping)}
     missing = sorted({*keys} - found)
-    if not found & {key for algorithm in ALGORITHMS.values() for key in algorithm.state}:
-        return {key: saved[key] for key in found}
+    foreign = {key: saved[key] for key in sorted(found - _OURS)}
+    if not found & _OURS:
+        return foreign
     if missing:
         raise ValueError(
             f"{name}: the checkpoint has {', '.join(sorted(found))} for it but not "
@@ -173,7 +175,7 @@ def _fit_state(
         key: Fitted(_fit(f"{name}: {key}", saved[key], like) if key in found else like)
         for key, like in ours.items()
     }
-    return {**{key: saved[key] for key in found - {*ours, MASTER}}, **fitted}
+    return {**foreign, **fitted}
 
 
 def _fit(name: str, value: Any, like: Tensor) -> Tensor:  # noqa: ANN401 - a number or a tensor

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from dmuon.algorithms import ALGORITHMS, StateKind
+from dmuon.algorithms import ALGORITHMS, ROWS_DTYPE, StateKind
 from dmuon.layout.placements import layout_on
 from dmuon.options import Settings
 
@@ -47,8 +47,10 @@ def new_state(param: Tensor, group: Mapping[str, Any], settings: Settings) -> di
         StateKind.COLS: lambda _: _zero_cols(elements, group),
         StateKind.COUNT: lambda _: torch.zeros((), dtype=torch.float32, device="cpu"),
     }
-    dtypes = {key: dtype_of(param.dtype) for key, dtype_of in algorithm.dtypes.items()}
-    state = {key: make[kind](dtypes.get(key, param.dtype)) for key, kind in algorithm.state.items()}
+    state = {
+        key: make[kind](algorithm.dtype_of(key, param.dtype))
+        for key, kind in algorithm.state.items()
+    }
     return {**state, **master}
 
 
@@ -75,15 +77,14 @@ def _zero_lines(
     sizes, dim = group["split"] or ((), 0)
     shape = torch.Size((*lines, len(sizes) if dim == split_dim and sizes else 1))
     num_kept = len(lines) - (split_dim == 0)
-    dtype = torch.promote_types(elements.dtype, torch.float32)
     if not isinstance(elements, DTensor):
-        return torch.zeros(shape, dtype=dtype, device=elements.device)
+        return torch.zeros(shape, dtype=ROWS_DTYPE, device=elements.device)
     placements: list[Placement] = [
         placement if getattr(placement, "dim", elements.ndim) < num_kept else Replicate()
         for placement in elements.placements
     ]
     device = elements.to_local().device
-    return _zeros(shape, elements.device_mesh, placements, dtype=dtype, device=device)
+    return _zeros(shape, elements.device_mesh, placements, dtype=ROWS_DTYPE, device=device)
 
 
 def _zeros(

@@ -1,4 +1,4 @@
-"""State that follows its parameter: its device, its dtype, and whether it is there at all."""
+"""State that follows its parameter: its device, its precision, and whether it is there at all."""
 
 from __future__ import annotations
 
@@ -33,29 +33,34 @@ def keep_up(
 
     Modifies: `state`.
     """
-    kinds = ALGORITHMS[group["algorithm"]].state
+    algorithm = ALGORITHMS[group["algorithm"]]
+    kinds = algorithm.state
+    wanted = [*kinds, MASTER] if settings.master_weights and param.dtype in HALF else [*kinds]
+    if MASTER not in wanted:
+        state.pop(MASTER, None)
     device = local(param).device
-    keys = [key for key, kind in kinds.items() if kind is not StateKind.COUNT]
-    keys += [MASTER] * (MASTER in state)
-    wrong = [key for key in keys if key in state and local(state[key]).device != device]
-    # Of a tensor on the meta device nothing can be moved: a parameter that was there has no past.
-    lost = [key for key in wrong if local(state[key]).is_meta]
-    for key in wrong:
-        if key not in lost:
-            state[key] = _moved(state[key], param, device)
-    missing = [key for key in kinds if key not in state]
-    if settings.master_weights and param.dtype in HALF and MASTER not in state:
-        missing.append(MASTER)
-    if missing or lost:
+    dtype = torch.float32 if MASTER in wanted else param.dtype
+    lost = {key for key in wanted if key not in state}
+    for key in wanted:
+        if key in lost or kinds.get(key) is StateKind.COUNT:
+            continue
+        found = local(state[key])
+        # Never to fewer bits: those may come back.
+        wide = torch.promote_types(found.dtype, algorithm.dtype_of(key, dtype))
+        if found.is_meta and device.type != "meta":
+            lost.add(key)  # a parameter that was there has no past
+        elif (found.device, found.dtype) != (device, wide):
+            state[key] = _moved(state[key], param, device, wide)
+    if lost:
         made = new_state(param, group, settings)
-        state.update({key: made[key] for key in (*missing, *lost) if key in made})
+        state.update({key: made[key] for key in made if key in lost})
 
 
-def _moved(tensor: Tensor, param: Tensor, device: torch.device) -> Tensor:
+def _moved(tensor: Tensor, param: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     if not isinstance(tensor, DTensor) or not isinstance(param, DTensor):
-        return tensor.to(device)
+        return tensor.to(device, dtype)
     return DTensor.from_local(
-        tensor.to_local().to(device),
+        tensor.to_local().to(device, dtype),
         param.device_mesh,
         tensor.placements,
         run_check=False,

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmuon.algorithms import Algorithm, Matrices, StateKind
+from dmuon.algorithms import ROWS_DTYPE, Algorithm, Matrices, StateKind
 from dmuon.newton_schulz import Backend, Method, exact_arithmetic, orthogonalize_stack
 from dmuon.plan.copies import Copy
-from dmuon.plan.program import Batch, Flat, Program, Slab
+from dmuon.plan.program import Batch, Flat, Program, Slab, Stack
 from dmuon.step.buffers import collect, copy_, flatten, packed, unflatten, unpacked
 from dmuon.step.parameters import PlannedParam
 from dmuon.step.sums import Steps, Sums
@@ -108,7 +108,6 @@ class LocalBucket:
         program: The program.
         device: Where the bucket travels and its matrices are orthogonalized.
         dtype: dtype of the wire.
-        state_dtype: dtype of state that travels.
         idle: Members of `program.idle`.
         inputs: Members of `program.inputs`.
         stays: Members of `program.stays`.
@@ -120,7 +119,6 @@ class LocalBucket:
     program: Program
     device: torch.device
     dtype: torch.dtype
-    state_dtype: torch.dtype
     idle: tuple[Members, ...]
     inputs: tuple[Members, ...]
     stays: tuple[Members, ...]
@@ -144,8 +142,6 @@ class LocalBucket:
             device: Where the bucket travels.
             choose: Gives the backend and the number of parts for a stack.
         """
-        fqns = {slab.fqn for slab in (*program.inputs.slabs, *program.idle)}
-        rows = {params[fqn].state[key].dtype for fqn in fqns for key in params[fqn].rows}
         batches = []
         for batch in program.batches:
             first, method = params[batch.request.matrix.fqn], batch.request.method
@@ -167,7 +163,6 @@ class LocalBucket:
             program,
             device,
             dtype=getattr(torch, program.bucket.wire_dtype),
-            state_dtype=rows.pop() if rows else torch.float32,
             idle=idle,
             inputs=inputs,
             stays=stays,
@@ -187,9 +182,16 @@ class LocalBucket:
             tensors |= zip(members.indices, found, strict=True)
         for i, slab in enumerate(flat.slabs):
             if slab.key:
-                (tensors[i],) = shards.cut([slab], shards.states[slab.key])
+                tensors[i] = self._state(slab, shards)
         ordered = [tensors[i] for i in range(len(flat.slabs))]
         return flatten(ordered, flat, self.dtype, self.device)
+
+    def _state(self, slab: Slab, shards: Shards) -> Tensor:
+        """A slab of state, its bytes as elements of the wire, in which slabs are counted."""
+        tensor = shards.states[slab.key][slab.fqn]
+        if self.dtype.itemsize < tensor.dtype.itemsize:
+            tensor = tensor.view(self.dtype)
+        return tensor[slab.index] if slab.index else tensor
 
     def assemble(self, inbox: Tensor, inputs: Tensor) -> list[dict[str, Tensor]]:
         """Fill the stacks of each batch, by key."""
@@ -224,15 +226,17 @@ class LocalBucket:
         else:
             result_BMN = orthogonalize_stack(stack_BMN, run.method, run.backend, run.parts)
         if stages.finish:
-            states = {key: unpacked(stack, self.state_dtype) for key, stack in stacks.items()}
+            states = {key: unpacked(stack, ROWS_DTYPE) for key, stack in stacks.items()}
             stages.finish(_logical(result_BMN, batch), states, run.group)
             stacks = {key: packed(state, self.dtype) for key, state in states.items()}
         return {key: stack.reshape(-1) for key, stack in {"": result_BMN, **stacks}.items()}
 
-    def results(self, found: Sequence[Mapping[str, Tensor]], way: str) -> list[Source]:
-        """Results with the copies that take them one way: "sent", "stays" or "arrives"."""
+    def results(
+        self, found: Sequence[Mapping[str, Tensor]], way: Callable[[Stack], Sequence[Copy]]
+    ) -> list[Source]:
+        """Results with the copies that take them one way."""
         pairs = [
-            (flat, getattr(batch.stacks[key], way))
+            (flat, way(batch.stacks[key]))
             for batch, flats in zip(self.program.batches, found, strict=True)
             for key, flat in flats.items()
         ]
@@ -250,7 +254,7 @@ class LocalBucket:
 
         What needs sums over whole matrices is left to `sums`.
         """
-        updates = unflatten(buffer, flat, self.state_dtype)
+        updates = unflatten(buffer, flat)
         for members in grouped:
             steps = self._steps(members, updates, shards)
             if sums and members.stages.measure:
@@ -259,7 +263,7 @@ class LocalBucket:
                 steps.take()
         for slab, update in zip(flat.slabs, updates, strict=True):
             if slab.key:
-                shards.cut([slab], shards.states[slab.key])[0].copy_(update)
+                self._state(slab, shards).copy_(update)
 
     def _steps(self, members: Members, updates: Sequence[Tensor], shards: Shards) -> Steps:
         params = shards.cut(members.slabs, shards.weights)
@@ -312,9 +316,9 @@ def bucket_life(local: LocalBucket, shards: Shards, exchange: Exchange, stats: S
     found = local.orthogonalize(stacks)
     stats.ns_matrices += program.num_matrices
 
-    outbox = local.collect(program.scatter.num_sent, local.results(found, "sent"))
-    stays = local.collect(program.stays.numel, local.results(found, "stays"))
-    kept = local.results(found, "arrives")
+    outbox = local.collect(program.scatter.num_sent, local.results(found, lambda stack: stack.sent))
+    stays = local.collect(program.stays.numel, local.results(found, lambda stack: stack.stays))
+    kept = local.results(found, lambda stack: stack.arrives)
     arrivals = local.collect(program.arrivals.numel, kept) if kept else None
     flight = exchange.launch(domain, program.scatter, outbox)
     del found, kept, outbox

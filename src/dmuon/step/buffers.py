@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dmuon.plan.copies import Copy, contiguous
-from dmuon.plan.program import Flat, Run
+from dmuon.plan.program import Flat
 
 
 def flatten(
@@ -20,14 +20,13 @@ def flatten(
     """Write the tensors of slabs one behind the other into a new buffer of `flat.numel` elements.
 
     Args:
-        tensors: One for each slab, of its shape. State is not converted to a narrower dtype: its
-            bytes travel as several elements.
+        tensors: One for each slab, of its shape.
         flat: The slabs.
         dtype: dtype of the buffer.
         device: Where the buffer lies.
     """
     if len(flat.runs) == 1:
-        return _stacked(tensors, flat.runs[0], dtype).to(device).reshape(-1)
+        return torch.stack(list(tensors)).to(device, dtype).reshape(-1)
     buffer = torch.empty(flat.numel, dtype=dtype, device=device)
     for run in flat.runs:
         members = tensors[run.start : run.stop]
@@ -35,26 +34,15 @@ def flatten(
         if members[0].dtype == dtype and members[0].device == device:
             torch.stack(list(members), out=into)
         else:
-            into.copy_(_stacked(members, run, dtype))
+            into.copy_(torch.stack(list(members)))
     return buffer
 
 
-def _stacked(tensors: Sequence[Tensor], run: Run, dtype: torch.dtype) -> Tensor:
-    stack = torch.stack(list(tensors))
-    is_narrower = dtype.itemsize < stack.dtype.itemsize
-    return stack.view(dtype) if run.key and is_narrower else stack.to(dtype)
-
-
-def unflatten(buffer: Tensor, flat: Flat, state_dtype: torch.dtype) -> list[Tensor]:
-    """View what `flatten` wrote: one tensor for each slab, of its shape.
-
-    State comes back in `state_dtype`, as new tensors.
-    """
+def unflatten(buffer: Tensor, flat: Flat) -> list[Tensor]:
+    """View what `flatten` wrote: one tensor for each slab, of its shape."""
     tensors: list[Tensor] = []
     for run in flat.runs:
         stack = buffer[run.first : run.last].view(run.stop - run.start, *run.shape)
-        if run.key:
-            stack = unpacked(stack, state_dtype)
         tensors += stack.unbind()
     return tensors
 

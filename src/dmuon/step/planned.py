@@ -12,6 +12,7 @@ from torch import Tensor
 from dmuon.algorithms import ALGORITHMS, Matrices, StateKind
 from dmuon.layout.local import local, local_grad, local_part
 from dmuon.newton_schulz import Backend, Method
+from dmuon.options import scales_of
 from dmuon.plan.batches import batch_shapes, resolve_backend
 from dmuon.plan.cost import Timings
 from dmuon.plan.fingerprint import Description, describe, digest
@@ -58,7 +59,7 @@ class Planned:
         self.everyone = params
         self.params = [p for p in params if p.algorithm.matrices]
         self.others = [p for p in params if not p.algorithm.matrices]
-        members = _members(params)
+        self._members = members = _members(params)
         self.by_domain = {d: [(p.fqn, p.param) for p in found] for d, found in members.items()}
         self._timings, self._options = timings, options
         self._groups = {
@@ -80,16 +81,15 @@ class Planned:
         return {**self._describe(domain), **now}
 
     def _describe(self, domain: Domain) -> Description:
-        elementwise = {
-            p.fqn: (f"shape {p.target.shape}, {p.algorithm.name}, {p.target}", "")
-            for p in self.others
-            if p.domain == domain
+        firsts = self._groups.get(domain, {})
+        params = {
+            p.fqn: (f"{_facts(p)}, in the group of {firsts[id(p.group)].fqn}", "")
+            for p in self._members.get(domain, [])
         }
-        return {
-            **describe(self.plan, domain),
-            **elementwise,
-            "the optimizer": (f"{self._options}, tuning {self._timings.digest}", ""),
-        }
+        options = f"{self._options}, tuning {self._timings.digest}"
+        first = next(iter(params), "no parameter")
+        mine = {f"{first} and the optimizer's options": (options, "")}
+        return {**describe(self.plan, domain), **params, **mine}
 
     def buckets(self, absent: frozenset[str]) -> list[LocalBucket]:
         """This rank's part in every bucket when `absent` have no gradient on any rank."""
@@ -176,11 +176,20 @@ class Planned:
 
 
 def _members(params: Sequence[PlannedParam]) -> dict[Domain, list[PlannedParam]]:
-    """Parameters of each domain, by name."""
+    """Parameters of each domain, by name: ranks may list them in any order."""
     found: dict[Domain, list[PlannedParam]] = {}
     for p in sorted(params, key=lambda p: p.fqn):
         found.setdefault(p.domain, []).append(p)
     return found
+
+
+def _facts(p: PlannedParam) -> str:
+    """What ranks must agree on of a parameter, besides its matrices."""
+    scales = [*scales_of(p.group, p.param.shape).values()] if p.algorithm.matrices else []
+    return (
+        f"shape {p.target.shape}, {p.algorithm.name}, {p.target}, {p.param.dtype}, requires_grad "
+        f"{p.param.requires_grad}, scales {scales}"
+    )
 
 
 def hyperparameters(group: Mapping[str, Any]) -> str:

@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 
 from dmuon.layout.local import local
+from dmuon.options import check_numbers
 from dmuon.plan.cost import Timings
 from dmuon.plan.plan import Domain
 from dmuon.state.initial import MASTER
-from dmuon.state.managed import ManagedOptimizer
+from dmuon.state.managed import ManagedOptimizer, NamedParam
 from dmuon.state.masters import refresh_, store_
 from dmuon.step.bucket import Life, StepStats, bucket_life
 from dmuon.step.driver import drive
@@ -59,7 +60,7 @@ class Stepper:
         self._exchange = Exchange()
         self._domains: list[Domain] = []
         self._planned: Planned | None = None
-        self._trained: set[int] = set()
+        self._has_trained = False
 
     def step(self) -> StepStats | None:
         """Take one step; None if it was skipped on all ranks.
@@ -70,8 +71,11 @@ class Stepper:
         if self._must_measure(planned):
             self.tune()
             planned, absent = self._agree()
+        if self._skips(planned):
+            return None
+        # Last, for it may find something on some ranks only, those that no other waits for.
         self._check_any(planned, absent)
-        return None if self._skips(planned) else self._run(planned, absent)
+        return self._run(planned, absent)
 
     def plan(self) -> Planned:
         """Make the plan for the parameters as they are now; other ranks are not asked.
@@ -107,51 +111,73 @@ class Stepper:
 
     def _must_measure(self, planned: Planned) -> bool:
         mode = self._optimizer.settings.tuning
-        on_accelerator = any(p.device.type == "cuda" for p in planned.params)
+        on_accelerator = any(p.device.type == "cuda" for p in planned.everyone)
         return mode == "measure" or (mode == "auto" and on_accelerator)
 
     def _agree(self) -> tuple[Planned, frozenset[str]]:
         """The plan, and the parameters without gradient anywhere, as all ranks see them."""
-        problem = None
+        problem, state = None, self._optimizer.state
+        before = dict(state)
         try:
             self._renew()
         except Exception as error:  # noqa: BLE001 - every rank must hear of it
             problem, self._planned = error, None
         planned = self._planned
-        absent = settle_gradients(
-            self._exchange.groups,
-            {
-                domain: planned.by_domain.get(domain, []) if planned else []
-                for domain in self._domains
-            },
-            digest=planned.digest if planned else _unknown,
-            describe=planned.describe if planned else _unknown,
-            problem=problem,
-        )
+        try:
+            absent = settle_gradients(
+                self._exchange.groups,
+                {
+                    domain: planned.by_domain.get(domain, []) if planned else []
+                    for domain in self._domains
+                },
+                digest=planned.digest if planned else _unknown,
+                describe=planned.describe if planned else _unknown,
+                problem=problem,
+            )
+        except BaseException:
+            # Made and dropped for parameters that are refused, and may be taken back.
+            state.clear()
+            state.update(before)
+            raise
         assert planned is not None
         return planned, absent
 
     def _renew(self) -> None:
         """Plan again if anything has changed that a plan depends on."""
         named, state = self._optimizer.named_params(), self._optimizer.state
-        if self._planned is not None and self._planned.signature == signature(named, state):
+        if self._planned is not None and self._is_as_planned(self._planned, named):
             return
-        process_group = self._optimizer.settings.process_group
+        process_group, job = self._optimizer.settings.process_group, self._job()
         self._domains = domains_of(named, process_group)
+        if job and any(not set(domain) <= set(job) for domain in self._domains):
+            raise ValueError(
+                f"nonfinite_group has the ranks {job}, but parameters lie on others too: on the "
+                f"ranks {self._domains[-1]}; pass a group of all ranks that take a step together"
+            )
+        if job and job not in self._domains:
+            self._domains.append(job)  # what keeps one of them from going on reaches all
         self._exchange.groups.adopt((p for _, p, _ in named), process_group)
         self._planned = self.plan()
         self._planned.signature = signature(named, state)
 
+    def _is_as_planned(self, planned: Planned, named: list[NamedParam]) -> bool:
+        try:
+            for group in {id(group): group for _, _, group in named}.values():
+                check_numbers(group, "")
+        except ValueError:
+            return False  # where all is checked they are made plain first, and named
+        return planned.signature == signature(named, self._optimizer.state)
+
     def _check_any(self, planned: Planned, absent: frozenset[str]) -> None:
-        """Refuse a step without any gradient of Muon's that follows none with one."""
-        if len(self._trained) < len(planned.params):
-            self._trained |= {id(p.param) for p in planned.params if p.fqn not in absent}
-        if self._trained:
-            return
-        # A parameter of this rank alone (an expert without tokens) says nothing about the others.
-        alone = all(len(p.domain) == 1 for p in planned.everyone)
-        for p in planned.params:
-            if p.param.requires_grad and (alone or len(p.domain) > 1):
+        """Refuse a step without any gradient of Muon's that follows none with one.
+
+        An expert without tokens says nothing about what more ranks share.
+        """
+        most = max((len(p.domain) for p in planned.everyone), default=1)
+        asked = [p for p in planned.params if len(p.domain) == most]
+        self._has_trained |= any(p.fqn not in absent for p in asked)
+        for p in asked:
+            if p.param.requires_grad and not self._has_trained:
                 raise RuntimeError(
                     f"{p.fqn}: no parameter of the Muon groups has a gradient on the ranks "
                     "that share it. Call backward() first; if the model was wrapped, sharded or "
@@ -159,14 +185,20 @@ class Stepper:
                     "parameters: build it afterwards, or replace the parameters in its param_groups"
                 )
 
+    def _job(self) -> Domain:
+        """Ranks that take a step or leave it out together; none if every rank takes it."""
+        if self._optimizer.settings.nonfinite == "propagate":
+            return ()
+        if not dist.is_initialized():
+            return (0,)
+        return tuple(sorted(dist.get_process_group_ranks(self._optimizer.settings.nonfinite_group)))
+
     def _skips(self, planned: Planned) -> bool:
         """Whether no rank takes this step because a gradient of some rank is not finite."""
         if self._optimizer.settings.nonfinite == "propagate":
             return False
         raises = self._optimizer.settings.nonfinite == "raise"
-        group = self._optimizer.settings.nonfinite_group
-        job = tuple(dist.get_process_group_ranks(group)) if dist.is_initialized() else (0,)
-        fqn = nonfinite_param(self._exchange.groups, job, planned, name_it=raises)
+        fqn = nonfinite_param(self._exchange.groups, self._job(), planned, name_it=raises)
         if raises and fqn is not None:
             raise RuntimeError(
                 f"{fqn}: the gradient has an infinite or NaN element, so no rank took this step. "

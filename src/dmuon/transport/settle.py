@@ -50,14 +50,7 @@ def settle_gradients(
 
     Collective: all ranks of each domain. Blocks: the host, until all of them have called.
     """
-    codes: dict[str, int] = {}
-    partial: list[tuple[Tensor, int]] = []
-    try:
-        if problem is None:
-            everyone = [pair for params in members.values() for pair in params]
-            codes = {fqn: code_of(fqn, param) for fqn, param in everyone}
-    except Exception as error:  # noqa: BLE001 - every rank must hear of it
-        problem = error
+    codes, problem = ({}, problem) if problem else _own_codes(members)
     for domain, params in members.items():
         is_odd = any(codes.get(fqn, PRESENT) != PRESENT for fqn, _ in params)
         mine = bytes(DIGEST_SIZE) if problem else digest(domain)
@@ -68,12 +61,23 @@ def settle_gradients(
         elif is_uneven:
             found, problem = _agreed_codes(groups, domain, params, codes)
             codes |= found
-            partial += [(param, found[fqn]) for fqn, param in params if found[fqn] > PRESENT]
     if problem is not None:
         raise problem
-    for param, code in partial:
-        reduce_(cast("DTensor", param), code)
+    for params in members.values():
+        for fqn, param in params:
+            if codes[fqn] > PRESENT:
+                reduce_(cast("DTensor", param), codes[fqn])
     return frozenset(fqn for fqn, code in codes.items() if code == ABSENT)
+
+
+def _own_codes(
+    members: Mapping[Domain, NamedTensors],
+) -> tuple[dict[str, int], Exception | None]:
+    """The code of each gradient of this rank, or what is wrong with one."""
+    try:
+        return {fqn: code_of(fqn, p) for params in members.values() for fqn, p in params}, None
+    except Exception as error:  # noqa: BLE001 - every rank must hear of it
+        return {}, error
 
 
 def _explained(
@@ -85,7 +89,11 @@ def _explained(
     answers = cast("dict[int, tuple[tuple[str, str] | None, Description]]", said)
     for error, _ in answers.values():
         if error is not None:
-            return problem or _ERRORS.get(error[0], RuntimeError)(error[1])
+            # The same type everywhere, also where another rank cannot make this one.
+            known = _ERRORS.get(error[0])
+            same = known(error[1]) if known else RuntimeError(": ".join(error))
+            same.__cause__ = problem
+            return problem if known and problem else same
     return RuntimeError(first_difference({rank: found for rank, (_, found) in answers.items()}))
 
 
