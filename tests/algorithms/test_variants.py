@@ -18,6 +18,7 @@ from tests.support.layout_cases import CASES, R, S, on
 from tests.support.parity import LR, check, run_parity, seeded
 from tests.support.rank_pool import RankError
 from tests.support.topologies import TOPOLOGIES, assert_same, build, state_of, train, weights_of
+from tests.support.variants_table import DOCS, rows
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning"
@@ -51,6 +52,12 @@ LAYOUTS = [
     "fused QKV, borders inside shards",
     "heads on rows and columns",
 ]
+
+
+def test_the_page_has_the_table_of_the_algorithms():
+    lines = DOCS.read_text().splitlines()
+    missing = [row for row in rows() if row not in lines]
+    assert not missing, "run python -m tests.support.variants_table to renew docs/variants.md"
 
 
 def table(rows, cols, k):

@@ -2,7 +2,7 @@
 
 from dmuon.algorithms.adamuon import ADAMUON
 from dmuon.algorithms.adamw import ADAMW
-from dmuon.algorithms.algorithm import ROWS_DTYPE, Algorithm, Matrices, StateKind
+from dmuon.algorithms.algorithm import Algorithm, Matrices, StateKind
 from dmuon.algorithms.hyperball import MUONH
 from dmuon.algorithms.mona import MONA, MONA_LITE
 from dmuon.algorithms.muon import MUON
@@ -25,7 +25,6 @@ ALGORITHMS = {algorithm.name: algorithm for algorithm in _ALL}
 __all__ = [
     "ADJUST_LR_FNS",
     "ALGORITHMS",
-    "ROWS_DTYPE",
     "AdjustLr",
     "Algorithm",
     "Matrices",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmuon.algorithms import ROWS_DTYPE, Algorithm, Matrices, StateKind
+from dmuon.algorithms import Algorithm, Matrices, StateKind
 from dmuon.newton_schulz import Backend, Method, exact_arithmetic, orthogonalize_stack
 from dmuon.plan.copies import Copy
 from dmuon.plan.program import Batch, Flat, Program, Slab, Stack
@@ -98,6 +98,7 @@ class BatchRun:
     parts: int
     group: dict[str, Any]
     stages: Matrices
+    dtypes: Mapping[str, torch.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +150,8 @@ class LocalBucket:
             assert first.algorithm.matrices
             backend, parts = choose(method, batch.stacks[""].shape)
             stages = first.algorithm.matrices
-            batches.append(BatchRun(method, backend, parts, first.group, stages))
+            dtypes = {key: first.state[key].dtype for key in first.rows}
+            batches.append(BatchRun(method, backend, parts, first.group, stages, dtypes))
         idle, inputs, stays, arrivals = (
             tuple(_members(slabs, params, device))
             for slabs in (
@@ -226,7 +228,7 @@ class LocalBucket:
         else:
             result_BMN = orthogonalize_stack(stack_BMN, run.method, run.backend, run.parts)
         if stages.finish:
-            states = {key: unpacked(stack, ROWS_DTYPE) for key, stack in stacks.items()}
+            states = {key: unpacked(stack, run.dtypes[key]) for key, stack in stacks.items()}
             stages.finish(_logical(result_BMN, batch), states, run.group)
             stacks = {key: packed(state, self.dtype) for key, state in states.items()}
         return {key: stack.reshape(-1) for key, stack in {"": result_BMN, **stacks}.items()}

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dmuon.algorithms import ALGORITHMS, ROWS_DTYPE, Algorithm, StateKind
+from dmuon.algorithms import ALGORITHMS, Algorithm, StateKind
 from dmuon.layout.layout import Layout
 from dmuon.layout.matrices import Block, Matrix, matrices_of
 from dmuon.layout.placements import ranks_of, read_layout, wire_device
@@ -93,7 +93,8 @@ class PlannedParam:
         options = {key: self.group[key] for key in self.algorithm.options}
         stages = self.algorithm.matrices
         assert stages
-        finish = "" if stages.is_plain else f"{self.algorithm.name} {options}"
+        dtypes = [str(self.state[key].dtype) for key in self.rows]
+        finish = "" if stages.is_plain else f"{self.algorithm.name} {options} {dtypes}"
         for matrix in self._matrices():
             yield Request(
                 matrix,
@@ -131,7 +132,7 @@ class PlannedParam:
         Blocks of columns have their rows side by side in the state; blocks of rows their columns.
         """
         layout = self.rows[key]
-        width = max(1, ROWS_DTYPE.itemsize // wire.itemsize)
+        width = max(1, self.state[key].dtype.itemsize // wire.itemsize)
         layout = replace(layout, shape=(*layout.shape[:-1], layout.shape[-1] * width))
         sizes, dim = self.group["split"] or ((), 0)
         lines, across = matrix.block.rows, matrix.block.cols
