@@ -131,8 +131,9 @@ def normalize_group(
 
 def _default_algorithm(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
     name: str = defaults["algorithm"]
-    use_muon = group.get("use_muon", ALGORITHMS[name].matrices is not None)
-    if not use_muon:
+    if "use_muon" not in group:
+        return name
+    if not group["use_muon"]:
         return "adamw"
     return name if ALGORITHMS[name].matrices else "muon"
 
@@ -213,9 +214,11 @@ def check_numbers(values: Mapping[str, Any], where: str) -> None:
         is_read = key != "lr" or not isinstance(lr, Tensor)
         if is_read and not _in_range(values[key], math.inf):
             raise ValueError(f"{where}: {key} must be a number >= 0, got {values[key]!r}")
-    for key in ("momentum", *ALGORITHMS[values["algorithm"]].options):
-        if key in values and not _in_range(values[key], 1):
-            raise ValueError(f"{where}: {key} must be in [0, 1), got {values[key]!r}")
+    algorithm = ALGORITHMS[values["algorithm"]]
+    for key in ("momentum", *algorithm.options):
+        bound = algorithm.bounds.get(key, 1)
+        if key in values and not _in_range(values[key], bound):
+            raise ValueError(f"{where}: {key} must be in [0, {bound}), got {values[key]!r}")
     betas = values["betas"]
     if not isinstance(betas, Sequence) or [_in_range(beta, 1) for beta in betas] != [True, True]:
         raise ValueError(f"{where}: betas must be two numbers in [0, 1), got {betas!r}")

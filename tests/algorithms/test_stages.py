@@ -12,13 +12,14 @@ from dmuon.algorithms.stages import apply_, momentum_, nesterov
 @pytest.mark.parametrize(
     ("shape", "scales"),
     [
-        ((4096, 1024), (2.0, 12.8, 64.0, 2.0)),
-        ((1024, 4096), (1.0, 12.8, 64.0, 0.5)),
-        ((1024, 1024), (1.0, 6.4, 32.0, 1.0)),
+        ((4096, 1024), (2.0, 12.8, 64.0, 2.0, 11.52, 1.0)),
+        ((1024, 4096), (1.0, 12.8, 64.0, 0.5, 11.52, 1.0)),
+        ((1024, 1024), (1.0, 6.4, 32.0, 1.0, 5.76, 1.0)),
     ],
 )
 def test_lr_scale_of_every_named_mode(shape, scales):
     names = ("original", "match_rms_adamw", "spectral", "spectral_unclamped")
+    names += ("deepseek_v4", "none")
     assert names == ADJUST_LR_FNS
     for name, scale in zip(names, scales, strict=True):
         assert lr_scale(name, shape) == pytest.approx(scale, rel=1e-12)

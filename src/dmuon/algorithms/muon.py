@@ -3,7 +3,14 @@
 B <- mu B + (1 - mu) G;  U = (1 - mu) G + mu B (nesterov) or B;  W <- (1 - lr wd) W - lr s NS(U)
 
 Source: Jordan et al. 2024 (kellerjordan.github.io/posts/muon), in the convention of
-`torch.optim.Muon`.
+`torch.optim.Muon`. State: momentum.
+
+Turbo-Muon (Boissin et al. 2025, arXiv 2512.04632) is a group with `aol=True`,
+`ns_coefficients="turbo"` and `ns_steps=4`: rows are scaled by AOL before Newton-Schulz, which saves
+a step and orthogonalizes another matrix, the scaled one. All that is made of Muon has that option.
+
+DeepSeek-V4's Muon has `momentum=0.95`, `ns_coefficients="deepseek_v4"`, `ns_steps=10` and
+`adjust_lr_fn="deepseek_v4"`.
 """
 
 from __future__ import annotations
@@ -36,5 +43,7 @@ MUON = Algorithm(
     "muon",
     state={"momentum_buffer": StateKind.ELEMENTS},
     stages=Matrices(advance, inputs, apply_),
+    options={"aol": False},
+    bounds={"aol": 2},
     hyperparameters=HYPERPARAMETERS,
 )

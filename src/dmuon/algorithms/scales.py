@@ -13,6 +13,8 @@ _SCALES: dict[str, Callable[[int, int], float]] = {
     "match_rms_adamw": lambda rows, cols: 0.2 * math.sqrt(max(rows, cols)),
     "spectral": lambda rows, cols: math.sqrt(max(rows, cols)),
     "spectral_unclamped": lambda rows, cols: math.sqrt(rows / cols),
+    "deepseek_v4": lambda rows, cols: 0.18 * math.sqrt(max(rows, cols)),
+    "none": lambda rows, cols: 1.0,
 }
 ADJUST_LR_FNS = tuple(_SCALES)
 
@@ -30,6 +32,8 @@ def lr_scale(adjust_lr_fn: AdjustLr, shape: tuple[int, int]) -> float:
               AdamW's, so AdamW's learning rate carries over (Liu et al. 2025, arXiv 2502.16982).
             - "spectral": `sqrt(max(rows, cols))` (Megatron's Emerging-Optimizers).
             - "spectral_unclamped": `sqrt(rows / cols)` (`torch.optim.Muon` >= 2.14).
+            - "deepseek_v4": `0.18 sqrt(max(rows, cols))`, that of DeepSeek-V4.
+            - "none": 1, for algorithms whose step has a size of its own.
 
             Or a function of `(rows, cols)`. Learning rates are comparable only within a mode.
         shape: Logical shape of the matrix.

@@ -6,6 +6,7 @@ so the result does not depend on how a matrix is cut.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -29,6 +30,35 @@ def nesterov(buffers: Sequence[Tensor], grads: Sequence[Tensor], momentum: float
     if not buffers:
         return []
     return list(torch._foreach_lerp(list(grads), list(buffers), momentum))
+
+
+def second_moment_(moments: Sequence[Tensor], values: Sequence[Tensor], beta2: float) -> None:
+    """Advance `V <- beta2 V + (1 - beta2) X o X`, in the dtype of V, not corrected for its start.
+
+    Modifies: `moments`.
+    """
+    if moments:
+        wide = [value.to(moment.dtype) for value, moment in zip(values, moments, strict=True)]
+        torch._foreach_mul_(list(moments), beta2)
+        torch._foreach_addcmul_(list(moments), wide, wide, 1 - beta2)
+
+
+def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
+    """The sum of squares of each tensor, one dim, in float32 at least."""
+    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+    return torch.stack(list(torch._foreach_norm(list(tensors), 2, dtype=dtype))).square_()
+
+
+def fill_(result_BMN: Tensor, wide_BMN: Tensor) -> None:
+    """Write matrices, scaled to the norm `sqrt(min(M, N))` of semi-orthogonal ones.
+
+    So every `adjust_lr_fn` means for them what it means for Muon.
+
+    Modifies: `result_BMN`.
+    """
+    target = math.sqrt(min(wide_BMN.shape[-2:]))
+    norm_B11 = torch.linalg.vector_norm(wide_BMN, dim=(-2, -1), keepdim=True)
+    result_BMN.copy_(wide_BMN * (target / norm_B11.clamp_(min=1e-10)))
 
 
 def apply_(

@@ -27,7 +27,7 @@ class Cargo:
 
     Attributes:
         key: "" for the matrix: pieces of its momentum go to the owner, pieces of the update come
-            back. Else a state of one value per row, which goes both ways.
+            back. Else a state of one value per row or column, which goes both ways.
         source: Where pieces are gathered from. A state is laid out in elements of the wire dtype.
         target: Where pieces go back to.
         block: Where the matrix, or its part of the state, lies in them.
@@ -55,7 +55,9 @@ class Request:
         scale: Factor on the learning rate.
         finish: What else the matrices of a batch must share: the algorithm and its options, where
             it changes the orthogonalized matrix. Then tall and wide matrices stay apart.
-        rows: State of the rows that travels with the matrix.
+        rows: State of the rows or columns that travels with the matrix.
+        sums: Names of what is added up over all its pieces before the step is taken; "radius",
+            the first if it is one of them, must not be zero.
     """
 
     matrix: Matrix
@@ -69,6 +71,7 @@ class Request:
     scale: float = 1.0
     finish: str = ""
     rows: tuple[Cargo, ...] = ()
+    sums: tuple[str, ...] = ()
 
     @property
     def cargo(self) -> tuple[Cargo, ...]:

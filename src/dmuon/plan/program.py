@@ -39,6 +39,8 @@ class Slab:
         index: Selects it from the local tensor; () is all of it.
         shape: Its shape.
         scale: Factor on the learning rate.
+        position: Of the matrix that it is a piece of, where something is added up over matrices.
+        is_counted: Whether this rank adds it: one of those that have a copy of it does.
     """
 
     fqn: str
@@ -46,6 +48,8 @@ class Slab:
     index: tuple[int | slice, ...]
     shape: Shape
     scale: float
+    position: int | None = None
+    is_counted: bool = False
 
     @property
     def numel(self) -> int:
@@ -163,6 +167,11 @@ class Program:
         """Matrices that this rank orthogonalizes."""
         return sum(batch.stacks[""].shape[0] for batch in self.batches)
 
+    @property
+    def num_sums(self) -> int:
+        """Numbers that are added up for each matrix."""
+        return max(len(a.request.sums) for a in self.bucket.assignments)
+
 
 class _Place(NamedTuple):
     """Where a piece lies in a flat buffer, by its own coordinates or by those of its matrix."""
@@ -275,7 +284,8 @@ def _slabs(
     layout = cargo.source if side == "source" else cargo.target
     shape = layout.local_shape(itinerary.rank)
     is_whole = sum(piece.numel for *_, piece in pieces) == math.prod(shape)
-    if is_whole and (side == "source" or len({r.scale for r in requests.values()}) == 1):
+    is_alike = len({r.scale for r in requests.values()}) == 1 and not request.sums
+    if is_whole and (side == "source" or is_alike):
         yield Slab(request.matrix.fqn, cargo.key, (), shape, request.scale), pieces
         return
     for position, number, piece in pieces:
@@ -283,7 +293,11 @@ def _slabs(
         num_batch = len(request.cargo[number].block.batch)
         tail = shape[num_batch + 1 :] if request.cargo[number].block.flatten else piece.shape[1:]
         slab_shape = (piece.shape[0], *tail)
-        slab = Slab(request.matrix.fqn, cargo.key, piece.index, slab_shape, request.scale)
+        is_counted = request.target.replica(itinerary.rank) == 0
+        slab = Slab(
+            *(request.matrix.fqn, cargo.key, piece.index, slab_shape, request.scale),
+            *((position, is_counted) if request.sums and not cargo.key else ()),
+        )
         yield slab, [(position, number, piece)]
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dmuon.algorithms import ALGORITHMS, ROWS_DTYPE, StateKind
+from dmuon.algorithms import ALGORITHMS, StateKind
 from dmuon.layout.local import local
 from dmuon.options import Settings
 from dmuon.state.initial import HALF, MASTER, new_state
@@ -33,7 +33,8 @@ def keep_up(
 
     Modifies: `state`.
     """
-    kinds = ALGORITHMS[group["algorithm"]].state
+    algorithm = ALGORITHMS[group["algorithm"]]
+    kinds = algorithm.state
     wanted = [*kinds, MASTER] if settings.master_weights and param.dtype in HALF else [*kinds]
     if MASTER not in wanted:
         state.pop(MASTER, None)
@@ -44,9 +45,8 @@ def keep_up(
         if key in lost or kinds.get(key) is StateKind.COUNT:
             continue
         found = local(state[key])
-        is_rows = kinds.get(key) is StateKind.ROWS
         # Never to fewer bits: those may come back.
-        wide = ROWS_DTYPE if is_rows else torch.promote_types(found.dtype, dtype)
+        wide = torch.promote_types(found.dtype, algorithm.dtype_of(key, dtype))
         if found.is_meta and device.type != "meta":
             lost.add(key)  # a parameter that was there has no past
         elif (found.device, found.dtype) != (device, wide):

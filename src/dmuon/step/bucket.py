@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dmuon.algorithms import ROWS_DTYPE, Algorithm, StateKind
+from dmuon.algorithms import Algorithm, Matrices, StateKind
 from dmuon.newton_schulz import Backend, Method, exact_arithmetic, orthogonalize_stack
 from dmuon.plan.copies import Copy
 from dmuon.plan.program import Batch, Flat, Program, Slab, Stack
 from dmuon.step.buffers import collect, copy_, flatten, packed, unflatten, unpacked
 from dmuon.step.parameters import PlannedParam
+from dmuon.step.sums import Steps, Sums
 from dmuon.transport.exchange import Exchange
 
 Life = Iterator[None]
@@ -59,13 +60,33 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """Slabs of one flat buffer that one foreach call can take: one group, one scale."""
+    """Slabs of one flat buffer that one foreach call can take: one group, one scale.
+
+    Attributes:
+        group: The group.
+        algorithm: Its algorithm.
+        scale: Factor on its learning rate.
+        indices: Which slabs of the buffer.
+        slabs: Those.
+        positions: Where the sums of their matrices lie, if anything is summed; on the device.
+        counted: Which of them this rank counts; others count the other copies.
+        counted_positions: `positions` of those.
+    """
 
     group: dict[str, Any]
     algorithm: Algorithm
     scale: float
     indices: tuple[int, ...]
     slabs: tuple[Slab, ...]
+    positions: Tensor | None
+    counted: tuple[int, ...]
+    counted_positions: Tensor | None
+
+    @property
+    def stages(self) -> Matrices:
+        """Those of the algorithm."""
+        assert self.algorithm.matrices
+        return self.algorithm.matrices
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +97,8 @@ class BatchRun:
     backend: Backend
     parts: int
     group: dict[str, Any]
-    finish: Callable[[Tensor, Mapping[str, Tensor], Mapping[str, Any]], None] | None
+    stages: Matrices
+    dtypes: Mapping[str, torch.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +114,7 @@ class LocalBucket:
         stays: Members of `program.stays`.
         arrivals: Members of `program.arrivals`.
         batches: How each batch of the program runs.
+        has_radii: Empty until weights that must not be zero were seen not to be.
     """
 
     program: Program
@@ -102,6 +125,7 @@ class LocalBucket:
     stays: tuple[Members, ...]
     arrivals: tuple[Members, ...]
     batches: tuple[BatchRun, ...]
+    has_radii: list[bool] = field(default_factory=list)
 
     @classmethod
     def bind(
@@ -125,10 +149,11 @@ class LocalBucket:
             assert isinstance(method, Method)
             assert first.algorithm.matrices
             backend, parts = choose(method, batch.stacks[""].shape)
-            finish = first.algorithm.matrices.finish
-            batches.append(BatchRun(method, backend, parts, first.group, finish))
+            stages = first.algorithm.matrices
+            dtypes = {key: first.state[key].dtype for key in first.rows}
+            batches.append(BatchRun(method, backend, parts, first.group, stages, dtypes))
         idle, inputs, stays, arrivals = (
-            tuple(_members(slabs, params))
+            tuple(_members(slabs, params, device))
             for slabs in (
                 program.idle,
                 program.inputs.slabs,
@@ -155,8 +180,7 @@ class LocalBucket:
         tensors: dict[int, Tensor] = {}
         for members in self.inputs:
             grads, states = _advance(members, shards)
-            assert members.algorithm.matrices
-            found = members.algorithm.matrices.inputs(grads, states, members.group)
+            found = members.stages.inputs(grads, states, members.group)
             tensors |= zip(members.indices, found, strict=True)
         for i, slab in enumerate(flat.slabs):
             if slab.key:
@@ -196,10 +220,16 @@ class LocalBucket:
     def _orthogonalize(
         self, batch: Batch, run: BatchRun, stacks: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        result_BMN = orthogonalize_stack(stacks.pop(""), run.method, run.backend, run.parts)
-        if run.finish:
-            states = {key: unpacked(stack, ROWS_DTYPE) for key, stack in stacks.items()}
-            run.finish(result_BMN.mT if batch.is_tall else result_BMN, states, run.group)
+        stack_BMN, stages = stacks.pop(""), run.stages
+        if stages.prepare:
+            stack_BMN = _logical(stages.prepare(_logical(stack_BMN, batch), run.group), batch)
+        if stages.spectral:
+            result_BMN = stages.spectral(stack_BMN, run.group, run.method.dtype)
+        else:
+            result_BMN = orthogonalize_stack(stack_BMN, run.method, run.backend, run.parts)
+        if stages.finish:
+            states = {key: unpacked(stack, run.dtypes[key]) for key, stack in stacks.items()}
+            stages.finish(_logical(result_BMN, batch), states, run.group)
             stacks = {key: packed(state, self.dtype) for key, state in states.items()}
         return {key: stack.reshape(-1) for key, stack in {"": result_BMN, **stacks}.items()}
 
@@ -214,25 +244,45 @@ class LocalBucket:
         ]
         return [(flat, copies) for flat, copies in pairs if copies]
 
-    def apply(self, flat: Flat, grouped: Sequence[Members], buffer: Tensor, shards: Shards) -> None:
-        """Take the step along the updates of some slabs, and store their new state."""
+    def apply(
+        self,
+        flat: Flat,
+        grouped: Sequence[Members],
+        buffer: Tensor,
+        shards: Shards,
+        sums: Sums | None,
+    ) -> None:
+        """Take the step along the updates of some slabs, and store their new state.
+
+        What needs sums over whole matrices is left to `sums`.
+        """
         updates = unflatten(buffer, flat)
         for members in grouped:
-            params = shards.cut(members.slabs, shards.weights)
-            steps = [updates[i] for i in members.indices]
-            if params[0].device != self.device:  # offloaded
-                steps = [step.to(param.device) for step, param in zip(steps, params, strict=True)]
-            assert members.algorithm.matrices
-            members.algorithm.matrices.apply(
-                params,
-                steps,
-                scale=members.scale,
-                lr=members.group["lr"],
-                weight_decay=members.group["weight_decay"],
-            )
+            steps = self._steps(members, updates, shards)
+            if sums and members.stages.measure:
+                sums.add(steps)
+            else:
+                steps.take()
         for slab, update in zip(flat.slabs, updates, strict=True):
             if slab.key:
                 self._state(slab, shards).copy_(update)
+
+    def _steps(self, members: Members, updates: Sequence[Tensor], shards: Shards) -> Steps:
+        params = shards.cut(members.slabs, shards.weights)
+        steps: Sequence[Tensor] = [updates[i] for i in members.indices]
+        if params[0].device != self.device:  # offloaded
+            steps = [step.to(param.device) for step, param in zip(steps, params, strict=True)]
+        if members.stages.after:
+            keys = members.algorithm.keys(StateKind.UPDATES)
+            states = {key: shards.cut(members.slabs, shards.states[key]) for key in keys}
+            steps = members.stages.after(steps, states, members.group)
+        return Steps(members, params, steps)
+
+    def new_sums(self) -> Sums | None:
+        """Where sums over the matrices of the bucket are added up; None if there are none."""
+        if not self.program.num_sums:
+            return None
+        return Sums.of(self.program, self.device, torch.promote_types(self.dtype, torch.float32))
 
     def collect(
         self,
@@ -274,7 +324,8 @@ def bucket_life(local: LocalBucket, shards: Shards, exchange: Exchange, stats: S
     arrivals = local.collect(program.arrivals.numel, kept) if kept else None
     flight = exchange.launch(domain, program.scatter, outbox)
     del found, kept, outbox
-    local.apply(program.stays, local.stays, stays, shards)
+    sums = local.new_sums()
+    local.apply(program.stays, local.stays, stays, shards, sums)
     del stays
     yield
     inbox = flight.wait()
@@ -282,10 +333,18 @@ def bucket_life(local: LocalBucket, shards: Shards, exchange: Exchange, stats: S
         arrivals = local.collect(program.arrivals.numel, [(inbox, program.unpack)])
     else:
         copy_(arrivals, inbox, program.unpack)
-    local.apply(program.arrivals, local.arrivals, arrivals, shards)
+    local.apply(program.arrivals, local.arrivals, arrivals, shards, sums)
+    if sums:
+        flight = exchange.add(domain, sums.values)
+        yield
+        flight.wait()
+        sums.take(check=not local.has_radii)
+        local.has_radii.append(True)
 
 
-def _members(slabs: Sequence[Slab], params: Mapping[str, PlannedParam]) -> Iterator[Members]:
+def _members(
+    slabs: Sequence[Slab], params: Mapping[str, PlannedParam], device: torch.device
+) -> Iterator[Members]:
     """Slabs of matrices that share a group and a scale."""
     found: dict[tuple[int, float], list[int]] = {}
     for i, slab in enumerate(slabs):
@@ -294,18 +353,34 @@ def _members(slabs: Sequence[Slab], params: Mapping[str, PlannedParam]) -> Itera
     for (_, scale), indices in found.items():
         first = params[slabs[indices[0]].fqn]
         chosen = tuple(slabs[i] for i in indices)
-        yield Members(first.group, first.algorithm, scale, tuple(indices), chosen)
+        counted = tuple(i for i, slab in enumerate(chosen) if slab.is_counted)
+        yield Members(
+            *(first.group, first.algorithm, scale, tuple(indices), chosen),
+            positions=_positions(chosen, device),
+            counted=counted,
+            counted_positions=_positions([chosen[i] for i in counted], device),
+        )
 
 
 def _advance(members: Members, shards: Shards) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
     """Advance the state of slabs; return their gradients, in the dtype of the state, and state."""
-    assert members.algorithm.matrices
-    keys = members.algorithm.keys(StateKind.ELEMENTS)
-    states = {key: shards.cut(members.slabs, shards.states[key]) for key in keys}
-    likes = next(iter(states.values()))
+    gathered, counts = members.algorithm.gathered, members.algorithm.keys(StateKind.COUNT)
+    states = {key: shards.cut(members.slabs, shards.states[key]) for key in gathered}
+    likes = states[gathered[0]]
+    states |= {key: [shards.states[key][s.fqn] for s in members.slabs] for key in counts}
     grads = [
         grad if grad.dtype == like.dtype else grad.to(like.dtype)
         for grad, like in zip(shards.cut(members.slabs, shards.grads), likes, strict=True)
     ]
-    members.algorithm.matrices.advance(grads, states, members.group)
+    members.stages.advance(grads, states, members.group)
     return grads, states
+
+
+def _logical(stack_BMN: Tensor, batch: Batch) -> Tensor:
+    """Matrices as they are, from a stack with the smaller side first, and back."""
+    return stack_BMN.mT if batch.is_tall else stack_BMN
+
+
+def _positions(slabs: Iterable[Slab], device: torch.device) -> Tensor | None:
+    found = [slab.position for slab in slabs if slab.position is not None]
+    return torch.tensor(found, device=device) if found else None

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dmuon.algorithms import ALGORITHMS, ROWS_DTYPE, Algorithm, StateKind
+from dmuon.algorithms import ALGORITHMS, Algorithm, StateKind
 from dmuon.layout.layout import Layout
 from dmuon.layout.matrices import Block, Matrix, matrices_of
 from dmuon.layout.placements import ranks_of, read_layout, wire_device
@@ -61,11 +61,11 @@ class PlannedParam:
         """
         fqn, param, group = named
         algorithm = ALGORITHMS[group["algorithm"]]
-        key = algorithm.keys(StateKind.ELEMENTS)[0]
+        key = algorithm.gathered[0]
         source, target = _read_layouts(named, state, key, process_group)
         rows = {
             key: read_layout(f"{fqn}: {key}", state[key], process_group)
-            for key in algorithm.keys(StateKind.ROWS)
+            for key in algorithm.keys(StateKind.ROWS, StateKind.COLS)
         }
         return cls(fqn, param, group, state, source, target, rows, wire_device(param))
 
@@ -92,7 +92,9 @@ class PlannedParam:
         scales = scales_of(self.group, self.param.shape)
         options = {key: self.group[key] for key in self.algorithm.options}
         stages = self.algorithm.matrices
-        finish = f"{self.algorithm.name} {options}" if stages and stages.finish else ""
+        assert stages
+        dtypes = [str(self.state[key].dtype) for key in self.rows]
+        finish = "" if stages.is_plain else f"{self.algorithm.name} {options} {dtypes}"
         for matrix in self._matrices():
             yield Request(
                 matrix,
@@ -105,6 +107,7 @@ class PlannedParam:
                 steps=method.steps,
                 scale=scales[matrix.shape],
                 finish=finish,
+                sums=stages.sums,
                 rows=tuple(self._cargo(matrix, key, wire) for key in self.rows),
             )
 
@@ -121,21 +124,24 @@ class PlannedParam:
         coefficients = resolve_coefficients(self.group["ns_coefficients"], self.group["ns_steps"])
         with at(f"{self.fqn}: ns_dtype {dtype}"):
             check_precision(coefficients, dtype)
-        return Method(coefficients, self.group["eps"], dtype)
+        return Method(coefficients, self.group["eps"], dtype, bool(self.group.get("aol")))
 
     def _cargo(self, matrix: Matrix, key: str, wire: torch.dtype) -> Cargo:
-        """The rows of a state that belong to a matrix, as elements of the wire dtype.
+        """The rows or columns of a state that belong to a matrix, as elements of the wire dtype.
 
-        Blocks of columns have their rows side by side in the state.
+        Blocks of columns have their rows side by side in the state; blocks of rows their columns.
         """
         layout = self.rows[key]
-        width = max(1, ROWS_DTYPE.itemsize // wire.itemsize)
+        width = max(1, self.state[key].dtype.itemsize // wire.itemsize)
         layout = replace(layout, shape=(*layout.shape[:-1], layout.shape[-1] * width))
         sizes, dim = self.group["split"] or ((), 0)
-        starts = [sum(sizes[:i]) for i in range(len(sizes))] if dim == 1 else [0]
-        number = starts.index(matrix.block.cols[0])
-        cols = number * width, (number + 1) * width
-        return Cargo(key, layout, layout, Block(matrix.block.batch, matrix.block.rows, cols))
+        lines, across = matrix.block.rows, matrix.block.cols
+        if self.algorithm.state[key] is StateKind.COLS:
+            lines, across, dim = across, lines, 1 - dim
+        starts = [sum(sizes[:i]) for i in range(len(sizes))] if dim == 1 and sizes else [0]
+        number = starts.index(across[0])
+        side_by_side = number * width, (number + 1) * width
+        return Cargo(key, layout, layout, Block(matrix.block.batch, lines, side_by_side))
 
 
 def signature(

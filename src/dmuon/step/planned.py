@@ -116,6 +116,7 @@ class Planned:
             BatchKind(run.method, batch.stacks[""].shape[0], batch.stacks[""].shape[1:])
             for bucket in self.buckets(frozenset())
             for batch, run in zip(bucket.program.batches, bucket.batches, strict=True)
+            if run.stages.spectral is None
         ]
 
     def _stacking(
@@ -145,6 +146,16 @@ class Planned:
         """Local gradient, cut as the momentum is."""
         grad = local_grad(p.param)
         return grad if p.source is p.target else local_part(grad, p.source, self.rank)
+
+    def count_(self, absent: frozenset[str]) -> None:
+        """Count the step in the state of the parameters whose matrices take part in it.
+
+        Modifies: state.
+        """
+        for p in self.params:
+            for key in p.algorithm.keys(StateKind.COUNT):
+                if p.fqn not in absent:
+                    p.state[key].add_(1)
 
     def step_others(self, absent: frozenset[str]) -> None:
         """Optimize the parameters that need no exchange."""

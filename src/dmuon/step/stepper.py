@@ -225,6 +225,7 @@ class Stepper:
         """Every bucket; what needs no exchange runs while the first one is on its way."""
         shards = planned.shards(absent)
         buckets = planned.buckets(absent)
+        planned.count_(absent)
         for bucket in buckets[:1]:
             yield bucket_life(bucket, shards, self._exchange, stats)
         planned.step_others(absent)
