@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from dmuon.algorithms import AdjustLr
@@ -22,6 +22,7 @@ from dmuon.options import (
 )
 from dmuon.plan.cost import Timings
 from dmuon.plan.report import Report, build_report
+from dmuon.routing import param_groups
 from dmuon.state.managed import ManagedOptimizer
 from dmuon.step.bucket import StepStats
 from dmuon.step.stepper import Stepper, eager
@@ -60,10 +61,10 @@ class Muon(ManagedOptimizer):
     and others do not, the missing ones count as zeros.
 
     Args:
-        params: Groups from `dmuon.param_groups(model)`, or any params, named params or groups as
-            torch takes them. Groups take the keys `algorithm` (or `use_muon`), `flatten`
-            (convolutions: `out x rest`), `split` (row sizes, or `dmuon.Split`), the hyperparameters
-            below and those of their algorithm.
+        params: A model, which means `dmuon.param_groups(model)`; groups from there, with its
+            arguments; or any params, named params or groups as torch takes them. Groups take the
+            keys `algorithm` (or `use_muon`), `flatten` (convolutions: `out x rest`), `split` (row
+            sizes, or `dmuon.Split`), the hyperparameters below and those of their algorithm.
         lr: Learning rate, a float or a one-element Tensor.
         weight_decay: Decoupled weight decay, multiplied by the unscaled `lr`.
         momentum: Momentum of Muon groups.
@@ -118,7 +119,7 @@ class Muon(ManagedOptimizer):
 
     def __init__(  # noqa: PLR0913, PLR0917 - torch.optim.Muon's order and names
         self,
-        params: ParamsT,
+        params: ParamsT | nn.Module,
         lr: float | Tensor = 1e-3,
         weight_decay: float = 0.1,
         momentum: float = 0.95,
@@ -167,6 +168,8 @@ class Muon(ManagedOptimizer):
             nonfinite_group=nonfinite_group,
             tuning=_tuning(tuning),
         )
+        if isinstance(params, nn.Module):
+            params = param_groups(params)
         super().__init__(params, defaults)
 
     @property

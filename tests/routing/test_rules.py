@@ -77,11 +77,14 @@ def test_embedding_subclasses_and_own_classes_and_direct_parameters():
     model = tree(
         bag=nn.EmbeddingBag(5, 4),
         own=holder("VocabEmbedding", weight=(5, 4)),
-        plural=holder("PatchEmbeddings", table=(5, 4)),
+        plural=holder("PatchEmbeddings", rows=(5, 4)),
         vit=holder(pos_embed=(1, 5, 4), embedder_gate=(5, 4)),
     )
     assert on_muon(model) == {"vit.embedder_gate"}
-    assert rules(model)["vit.pos_embed"] == "embedding"
+    found = rules(model)
+    assert found.pop("vit.pos_embed") == "table"
+    assert found.pop("vit.embedder_gate") == "matrix"
+    assert set(found.values()) == {"embedding"}
 
 
 def test_embedding_class_does_not_claim_the_modules_it_holds():
@@ -164,10 +167,10 @@ def test_pipeline_stages_decide_alone_as_the_whole_model_does():
 
 def test_vectors_in_disguise_go_to_adamw():
     model = holder(
-        a=(8, 1, 1), b=(1, 8), c=(8, 1), d=(1, 1, 8), e=(4, 4), f=(8,), g=(), h=(3, 8, 1)
+        a=(8, 1, 1), b=(1, 8), c=(8, 1), d=(1, 1, 8), w=(4, 4), f=(8,), g=(), h=(3, 8, 1)
     )
-    assert on_muon(model) == {"e"}
-    assert {rule for fqn, rule in rules(model).items() if fqn != "e"} == {"vector"}
+    assert on_muon(model) == {"w"}
+    assert {rule for fqn, rule in rules(model).items() if fqn != "w"} == {"vector"}
 
 
 def test_norms_and_biases_go_to_adamw():
@@ -225,7 +228,8 @@ def test_convolution_with_one_output_channel_is_a_vector_and_with_one_input_is_n
 
 def test_weight_normed_convolution_is_still_a_convolution():
     model = tree(conv=weight_norm(nn.Conv2d(3, 8, 3, bias=False)))
-    assert rules(model) == {
+    found = rules(model, input="muon")
+    assert found == {
         "conv.parametrizations.weight.original0": "vector",
         "conv.parametrizations.weight.original1": "conv",
     }
@@ -391,7 +395,7 @@ def test_named_parameters_know_embeddings_and_heads_by_name():
     named = [(name, tensor(8, 4)) for name in [*names, *heads, "layers.0.output.weight"]]
     with pytest.warns(UserWarning, match="by name only"):
         found = rules(iter(named))
-    assert [found[name] for name in names] == ["embedding"] * 4
+    assert [found[name] for name in names] == ["embedding"] * 3 + ["table"]
     assert [found[name] for name in heads] == ["head"] * 2
     assert found["layers.0.output.weight"] == "matrix"
 
@@ -423,8 +427,8 @@ def test_heads_are_split_on_the_chosen_axis_and_nothing_else_is():
 
 
 def test_splits_apply_to_the_matrix_of_a_stack_and_of_a_convolution():
-    model = tree(experts=holder(gate_up=(3, 8, 5)), conv=nn.Conv2d(3, 8, 3, bias=False))
-    found = routes(model, split={"gate_up": Split.equal(2), "conv": (6, 2)})
+    model = tree(experts=holder(gate_up=(3, 8, 5)), conv=nn.Conv2d(5, 8, 3, bias=False))
+    found = routes(model, split={"gate_up": Split.equal(2), "conv": (6, 2)}, input="muon")
     assert found["experts.gate_up"]["split"] == ((4, 4), 0)
     assert found["conv.weight"]["split"] == ((6, 2), 0)
 
@@ -490,7 +494,7 @@ def test_groups_are_ordered_and_carry_options_and_plain_facts(tmp_path):
     model = tree(
         norm=nn.LayerNorm(4),
         first=linear(8, 4),
-        conv=nn.Conv1d(4, 6, 3, bias=False),
+        conv=nn.Conv1d(8, 6, 3, bias=False),
         second=linear(4, 4),
     )
     groups = param_groups(
@@ -500,11 +504,12 @@ def test_groups_are_ordered_and_carry_options_and_plain_facts(tmp_path):
         adamw_options={"betas": (0.9, 0.95)},
     )
     facts = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    muon = {"use_muon": True, "lr": 0.02}
     assert facts == [
-        {"use_muon": True, "rule": "matrix", "flatten": False, "split": ((4, 4), 0), "lr": 0.02},
-        {"use_muon": True, "rule": "conv", "flatten": True, "split": None, "lr": 0.02},
-        {"use_muon": True, "rule": "matrix", "flatten": False, "split": None, "lr": 0.02},
-        {"use_muon": False, "rule": "norm", "betas": (0.9, 0.95)},
+        {"name": "matrix", "rule": "matrix", **muon, "flatten": False, "split": ((4, 4), 0)},
+        {"name": "conv", "rule": "conv", **muon, "flatten": True, "split": None},
+        {"name": "matrix 2", "rule": "matrix", **muon, "flatten": False, "split": None},
+        {"name": "norm", "rule": "norm", "use_muon": False, "betas": (0.9, 0.95)},
     ]
     optimizer = torch.optim.SGD(groups, lr=0.1)
     assert optimizer.param_groups[3]["param_names"] == ["norm.weight", "norm.bias"]

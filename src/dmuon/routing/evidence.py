@@ -4,44 +4,112 @@ It is the same for a plain model, a meta model, every DTensor layout, and a pipe
 holds part of a model.
 """
 
+from __future__ import annotations
+
 import itertools
 import re
 import warnings
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
-# Segments that wrappers put into names.
-_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
-_NORM_CLASS = re.compile(r"Norm(\dd)?$")
-_EMBEDDING_CLASS = re.compile(r"Embedding(s|Bag)?$")
-_EMBEDDING_WORDS = {"emb", "embed", "embeds", "embedding", "embeddings"}
+# Segments that wrappers put into names: torch.compile, activation checkpointing, Lightning Fabric.
+_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_forward_module", "_original_module"}
 _POSITION_WORDS = {"wpe", "pos", "position", "positions", "positional", "type", "segment"}
-_TRANSPARENT = {"module", "model", "base_model"}
-_HEADS_ANYWHERE = {"lm_head", "embed_out"}
-_HEADS_ON_TOP = {"output", "classifier", "score", "fc", "unembed", "unembedding", "to_logits"}
+
+CONVS = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
+_TRANSPOSED_CONVS = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_MAPS = (nn.Bilinear, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention, *CONVS)
+_MAP_CLASS = re.compile(r"Linear|Conv(Transpose)?\d[dD]")
+
+
+class Place(NamedTuple):
+    """One step on the way from a model to a module: its name there, and what is found there."""
+
+    name: str
+    kind: str = ""
+    in_sequential: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class Use:
-    """One place where a parameter is held; a tied parameter has several."""
+    """One place where a parameter is held; a tied parameter has several.
+
+    Attributes:
+        fqn: Name in checkpoints.
+        name: Own name in the module that holds it.
+        module: That module; None where only names are known.
+        path: The way to that module, without wrappers.
+        parameter: The parameter.
+    """
 
     fqn: str
     name: str
     module: nn.Module | None
+    path: tuple[Place, ...]
     parameter: nn.Parameter
+
+    @property
+    def classes(self) -> list[str]:
+        """Class of the module that holds it, and its bases."""
+        return [cls.__name__ for cls in type(self.module).__mro__] if self.module else []
+
+    @property
+    def is_map(self) -> bool:
+        """Whether it is applied as a linear map, by the type of its module."""
+        if len(self.parameter.shape) < 2:
+            return False
+        if self.module is None:  # by name only
+            return "weight" in words(self.name)
+        return isinstance(self.module, _MAPS) or any(map(_MAP_CLASS.search, self.classes))
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Numbers of features that a map gives and takes; an embedding takes none."""
+        shape = tuple(self.parameter.shape)
+        if isinstance(self.module, nn.Embedding):
+            return shape[1], 0
+        if isinstance(self.module, CONVS) and len(shape) > 2:
+            first, second = shape[0], shape[1] * self.module.groups
+            turned = isinstance(self.module, _TRANSPOSED_CONVS)
+        else:
+            first, second = shape[-2:]
+            turned = "Conv1D" in self.classes  # of transformers: in x out
+        return (second, first) if turned else (first, second)
 
 
 @dataclass(frozen=True)
-class Heads:
-    """What a model as a whole says about its output heads."""
+class Facts:
+    """What a model as a whole says.
+
+    Attributes:
+        head_ids: Parameters of heads that it declares.
+        embedding_shapes: Shapes of its embeddings, but for those of positions.
+        no_decay_ids: Parameters that it wants without weight decay.
+        maps: All its linear maps and embeddings, frozen ones too, in order of registration.
+        shared: The way that all uses have in common.
+    """
 
     head_ids: frozenset[int] = frozenset()
     embedding_shapes: frozenset[tuple[int, ...]] = frozenset()
+    no_decay_ids: frozenset[int] = frozenset()
+    maps: tuple[Use, ...] = ()
+    shared: tuple[Place, ...] = ()
+
+    def earlier(self, use: Use) -> Iterator[Use]:
+        """Yield the maps that are registered before this one."""
+        for other in self.maps:
+            if other.parameter is use.parameter:
+                return
+            yield other
 
 
 def clean_fqn(name: str) -> str:
@@ -49,24 +117,38 @@ def clean_fqn(name: str) -> str:
     return ".".join(segment for segment in name.split(".") if segment not in _WRAPPERS)
 
 
+def words(name: str) -> set[str]:
+    """Return the words of a name in snake case, or of a class in camel case."""
+    return set(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().split("_"))
+
+
 def read_model(
     model: nn.Module | Iterable[tuple[str, nn.Parameter]],
-) -> tuple[list[list[Use]], Heads]:
-    """Return the uses of each trainable parameter together, and what is known of output heads."""
+) -> tuple[list[list[Use]], Facts]:
+    """Return the uses of each trainable parameter together, and what the model says as a whole."""
     if isinstance(model, nn.Module):
         model = _unwrap(model)
-        uses, heads = list(_module_uses(model)), _heads(model)
+        uses = _from_root(_checked(_module_uses(model)))
+        facts = _facts(model)
     else:
-        uses, heads = _named_uses(model), Heads()
+        uses, facts = _checked(_named_uses(model)), Facts()
+    maps = tuple(use for use in uses if use.is_map or isinstance(use.module, nn.Embedding))
     by_parameter: dict[int, list[Use]] = {}
+    for use in uses:
+        if use.parameter.requires_grad:
+            by_parameter.setdefault(id(use.parameter), []).append(use)
+    return list(by_parameter.values()), replace(facts, maps=maps, shared=_shared(uses))
+
+
+def _checked(uses: Iterable[Use]) -> list[Use]:
+    """Refuse parameters without a shape of their own."""
+    uses = list(uses)
     for use in uses:
         if {"_flat_param", "_fsdp_wrapped_module"} & set(use.fqn.split(".")):
             raise ValueError(f"{use.fqn} has lost its shape to FSDP1; use FSDP2's `fully_shard`")
         if is_lazy(use.parameter):
             raise ValueError(f"{use.fqn} has no shape yet; run its lazy module once first")
-        if use.parameter.requires_grad:
-            by_parameter.setdefault(id(use.parameter), []).append(use)
-    return list(by_parameter.values()), heads
+    return uses
 
 
 def _named_uses(named: object) -> list[Use]:
@@ -76,7 +158,8 @@ def _named_uses(named: object) -> list[Use]:
     for pair in pairs:
         match pair:
             case (str(fqn), nn.Parameter() as parameter):
-                uses.append(Use(clean_fqn(fqn), fqn.split(".")[-1], None, parameter))
+                *path, name = clean_fqn(fqn).split(".")
+                uses.append(Use(clean_fqn(fqn), name, None, tuple(map(Place, path)), parameter))
             case _:
                 raise TypeError(
                     "param_groups needs the model, or (name, parameter) pairs as from"
@@ -93,7 +176,8 @@ def _named_uses(named: object) -> list[Use]:
 
 def _unwrap(model: nn.Module) -> nn.Module:
     while True:
-        if isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+        inner = getattr(model, "_orig_mod", None) or getattr(model, "_forward_module", None)
+        if isinstance(inner, nn.Module):
             model = inner
         elif isinstance(model, (DataParallel, DistributedDataParallel)):
             model = model.module
@@ -106,26 +190,51 @@ def _module_uses(model: nn.Module) -> Iterator[Use]:
     modules = dict(model.named_modules(remove_duplicate=False))
     for path, module in modules.items():
         segments = path.split(".") if path else []
-        if "FullyShardedDataParallel" in _class_names(module):
+        if "FullyShardedDataParallel" in [cls.__name__ for cls in type(module).__mro__]:
             raise ValueError(f"module {path!r} is FSDP1, not supported; use FSDP2's `fully_shard`")
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            holder, name = module, key
+            way, name = segments, key
             # These hold the parameters of the module above them.
             if isinstance(module, ParametrizationList) and len(segments) > 1:
-                holder, name = modules[".".join(segments[:-2])], segments[-1]
+                way, name = segments[:-2], segments[-1]
             elif isinstance(module, (nn.ParameterDict, nn.ParameterList)) and segments:
-                holder, name = modules[".".join(segments[:-1])], f"{segments[-1]}_{key}"
-            yield Use(clean_fqn(".".join([*segments, key])), name, holder, parameter)
+                way, name = segments[:-1], f"{segments[-1]}_{key}"
+            fqn = clean_fqn(".".join([*segments, key]))
+            yield Use(fqn, name, modules[".".join(way)], _places(way, modules), parameter)
 
 
-def _heads(model: nn.Module) -> Heads:
+def _places(segments: Sequence[str], modules: dict[str, nn.Module]) -> tuple[Place, ...]:
+    """The way to a module, with the types met on it."""
+    places = []
+    for depth, name in enumerate(segments):
+        above, here = (modules[".".join(segments[:end])] for end in (depth, depth + 1))
+        if name not in _WRAPPERS:
+            places.append(Place(name, type(here).__name__, isinstance(above, nn.Sequential)))
+    return tuple(places)
+
+
+def _shared(uses: list[Use]) -> tuple[Place, ...]:
+    """The way to the smallest module that holds all parameters."""
+    ways = [use.path[:-1] if use.is_map else use.path for use in uses]
+    steps = itertools.takewhile(lambda step: len(set(step)) == 1, zip(*ways, strict=False))
+    return tuple(step[0] for step in steps)
+
+
+def _from_root(uses: list[Use]) -> list[Use]:
+    """Leave out numbers that number nothing: `nn.Sequential(model)` has no blocks."""
+    shared = _shared(uses)
+    kept = tuple(place for place in shared if not (place.in_sequential and place.name.isdecimal()))
+    return [replace(use, path=(*kept, *use.path[len(shared) :])) for use in uses]
+
+
+def _facts(model: nn.Module) -> Facts:
     heads: set[int] = set()
     shapes: set[tuple[int, ...]] = set()
     for path, module in model.named_modules():
         heads.update(map(id, _declared_head(module)))
-        if isinstance(module, nn.Embedding) and not _words(path.split(".")[-1]) & _POSITION_WORDS:
+        if isinstance(module, nn.Embedding) and not words(path.split(".")[-1]) & _POSITION_WORDS:
             shapes.add(tuple(module.weight.shape))
-    return Heads(frozenset(heads), frozenset(shapes))
+    return Facts(frozenset(heads), frozenset(shapes), frozenset(map(id, _undecayed(model))))
 
 
 def _declared_head(module: nn.Module) -> Iterable[nn.Parameter]:
@@ -137,41 +246,14 @@ def _declared_head(module: nn.Module) -> Iterable[nn.Parameter]:
     return head.parameters() if isinstance(head, nn.Module) else ()
 
 
-def _class_names(module: nn.Module | None) -> list[str]:
-    return [cls.__name__ for cls in type(module).__mro__]
-
-
-def _words(name: str) -> set[str]:
-    return set(name.lower().split("_"))
-
-
-def role(use: Use, heads: Heads) -> str | None:
-    """Return what a parameter is to its model where that is no hidden weight, else None."""
-    classes = _class_names(use.module)
-    checks = {
-        "embedding": _is_embedding(use, classes),
-        "head": len(use.parameter.shape) == 2 and _is_head(use, heads),
-        "norm": any(map(_NORM_CLASS.search, classes)),
-        "bias": "bias" in _words(use.name),
-    }
-    return next((name for name, holds in checks.items() if holds), None)
-
-
-def _is_embedding(use: Use, classes: list[str]) -> bool:
-    if use.module is not None:
-        by_type = any(map(_EMBEDDING_CLASS.search, classes))
-        return by_type or bool(_words(use.name) & _EMBEDDING_WORDS)
-    words = set().union(*map(_words, use.fqn.split(".")[-2:]))
-    return bool(words & {*_EMBEDDING_WORDS, "wte", "wpe"})
-
-
-def _is_head(use: Use, heads: Heads) -> bool:
-    segments = use.fqn.split(".")
-    top = next(itertools.dropwhile(_TRANSPARENT.__contains__, segments), "")
-    by_name = top in _HEADS_ON_TOP or top.split("_")[-1] in ("head", "heads")
-    if by_name or _HEADS_ANYWHERE & set(segments) or id(use.parameter) in heads.head_ids:
-        return True
-    # In a numbered block the shape proves nothing: with 256 byte tokens of width 64, a head and
-    # the first weight of every MLP are both 256 x 64.
-    in_block = any(segment.isdecimal() for segment in segments[:-2])
-    return not in_block and tuple(use.parameter.shape) in heads.embedding_shapes
+def _undecayed(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters that a model marks, as timm's do by a method and state space models one by one."""
+    for module in model.modules():
+        listed = getattr(module, "no_weight_decay", None)
+        names = listed() if callable(listed) else ()
+        for name, parameter in module.named_parameters() if names else ():
+            if any(name == key or name.endswith(f".{key}") for key in names):
+                yield parameter
+    for parameter in model.parameters():
+        if getattr(parameter, "_no_weight_decay", False):
+            yield parameter

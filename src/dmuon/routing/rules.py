@@ -1,26 +1,31 @@
 """Which parameter goes to Muon, which to AdamW, and why: rules on evidence, and overrides."""
 
 import difflib
+import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 
-from dmuon.routing.evidence import Heads, Use, clean_fqn, read_model, role
+from dmuon.routing.evidence import CONVS, Facts, Use, clean_fqn, read_model
+from dmuon.routing.roles import role
 from dmuon.routing.split import Blocks, Split, block_shape, resolve_split
 
 __all__ = ["Split", "param_groups", "resolve_split"]
 
 Rule: TypeAlias = str | Callable[[str, torch.Tensor], bool]
 
-_CONVS = (
-    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
-    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+_GROUP_KEYS = {"params", "param_names", "name", "use_muon", "rule", "flatten", "split"}
+_NO_DECAY = ("norm", "bias", "vector", "table")
+RULES = frozenset(
+    {
+        *("embedding", "head", "input", "depthwise conv", "doubtful", *_NO_DECAY),
+        *("conv", "fused qkv", "rnn gates", "stack", "matrix"),
+    }
 )
-_GROUP_KEYS = {"params", "param_names", "use_muon", "rule", "flatten", "split"}
 
 
 class Decision(NamedTuple):
@@ -30,6 +35,10 @@ class Decision(NamedTuple):
     rule: str
     flatten: bool = False
     split: Blocks | None = None
+
+    def facts(self) -> dict[str, Any]:
+        """What a group says of it; how it splits is nothing to AdamW."""
+        return self._asdict() if self.use_muon else {"use_muon": False, "rule": self.rule}
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,12 +62,16 @@ class _Param:
         return block_shape(self.shape, self.default.split, self.default.flatten)
 
 
-def param_groups(
+def param_groups(  # noqa: PLR0913 - everything that a user may say about routing
     model: nn.Module | Iterable[tuple[str, nn.Parameter]],
     *,
     muon: Iterable[Rule] = (),
     adamw: Iterable[Rule] = (),
+    input: Literal["adamw", "muon"] = "adamw",
     split: Mapping[str, Split | Sequence[int]] = {},
+    options: Mapping[str, Mapping[str, Any]] = {},
+    no_decay: bool = False,
+    strict: bool = False,
     muon_options: Mapping[str, Any] = {},
     adamw_options: Mapping[str, Any] = {},
 ) -> list[dict[str, Any]]:
@@ -73,58 +86,125 @@ def param_groups(
             reaches beside matrices, such as a bias, stay where they are.
         adamw: Rules that force AdamW.
         split: Blocks of fused weights by FQN segments: a `Split`, or row sizes.
+        input: Where layers that take the data go: stems, patch embeddings, first convolutions.
+        options: Further keys of groups, such as `lr`, by rule ("norm") or else by FQN segments
+            ("*.c_attn", as in `muon`). Names win over rules, and what comes later over what
+            comes earlier.
+        no_decay: Whether norms, biases, vectors and tables of tokens or positions get
+            `weight_decay=0.0`. Embeddings and heads keep theirs; see `options`.
+        strict: Whether parameters that nothing tells about raise, in place of going to AdamW
+            under the rule "doubtful".
         muon_options: Further keys of every Muon group, such as `lr`.
         adamw_options: Further keys of every AdamW group.
 
     Returns:
-        One group for each distinct (use_muon, rule, flatten, split), Muon groups first, none
-        empty. Each trainable parameter is in exactly one, as an (FQN, parameter) pair; frozen
-        parameters are in none.
+        One group for each distinct (use_muon, rule, flatten, split, options), Muon groups first,
+        none empty, each with a `name` of its own. Each trainable parameter is in exactly one, as
+        an (FQN, parameter) pair; frozen parameters are in none.
 
     Raises:
         TypeError: `model` is neither a module nor (name, parameter) pairs, or a rule is neither
             a string nor callable.
-        ValueError: A rule or split matches nothing or does not fit what it matches, an option
-            is a key that routing sets, or the model is FSDP1.
+        ValueError: A rule, split or option matches nothing or does not fit what it matches, an
+            option is a key that routing sets, the model is FSDP1, or `strict` finds a doubtful
+            parameter.
     """
-    if taken := sorted(_GROUP_KEYS & (muon_options.keys() | adamw_options.keys())):
-        raise ValueError(f"options {taken} are set by routing; use muon=, adamw= and split=")
-    params = _params(model)
+    by_key = {rule: {"weight_decay": 0.0} for rule in (_NO_DECAY if no_decay else ())}
+    by_key |= {key: {**by_key.get(key, {}), **values} for key, values in options.items()}
+    _check_arguments(input, [muon_options, adamw_options, *by_key.values()])
+    params = _params(model, find_input=input == "adamw")
     decisions = {param.fqn: param.default for param in params}
     decisions |= _overrides(params, muon, adamw)
     decisions |= _divided(params, decisions, split)
-    grouped: dict[Decision, list[tuple[str, nn.Parameter]]] = {}
+    if strict:
+        _refuse_doubtful(decisions)
+    return _groups(params, decisions, (adamw_options, muon_options), by_key)
+
+
+def _groups(
+    params: list[_Param],
+    decisions: Mapping[str, Decision],
+    by_side: Sequence[Mapping[str, Any]],
+    by_key: Mapping[str, Mapping[str, Any]],
+) -> list[dict[str, Any]]:
+    keys = _option_keys(params, decisions, by_key)
+    grouped: dict[tuple[Decision, tuple[str, ...]], list[tuple[str, nn.Parameter]]] = {}
     for param in params:
-        grouped.setdefault(decisions[param.fqn], []).append((param.fqn, param.parameter))
-    return [
-        {"params": members, **decision._asdict(), **muon_options}
-        if decision.use_muon
-        else {"params": members, "use_muon": False, "rule": decision.rule, **adamw_options}
-        for decision, members in sorted(grouped.items(), key=lambda item: not item[0].use_muon)
-    ]
+        member = (param.fqn, param.parameter)
+        grouped.setdefault((decisions[param.fqn], keys[param.fqn]), []).append(member)
+    groups: dict[str, dict[str, Any]] = {}
+    for decision, reached in sorted(grouped, key=lambda group: not group[0].use_muon):
+        name = _group_name(decision, reached, groups)
+        group = {"params": grouped[decision, reached], "name": name, **decision.facts()}
+        for options in (by_side[decision.use_muon], *map(by_key.__getitem__, reached)):
+            group |= options
+        groups[name] = group
+    return list(groups.values())
 
 
-def _params(model: nn.Module | Iterable[tuple[str, nn.Parameter]]) -> list[_Param]:
-    params, heads = read_model(model)
+def _check_arguments(input_side: str, options: Iterable[Mapping[str, Any]]) -> None:
+    if input_side not in ("adamw", "muon"):
+        raise ValueError(f"input must be 'adamw' or 'muon', got {input_side!r}")
+    if taken := sorted(_GROUP_KEYS & set().union(*options)):
+        raise ValueError(f"options {taken} are set by routing; use muon=, adamw= and split=")
+
+
+def _refuse_doubtful(decisions: Mapping[str, Decision]) -> None:
+    doubtful = [fqn for fqn, decision in decisions.items() if decision.rule == "doubtful"]
+    if doubtful:
+        more = f" and {len(doubtful) - 5} more" if len(doubtful) > 5 else ""
+        raise ValueError(
+            f"{', '.join(doubtful[:5])}{more}: nothing tells whether these are matrices that map"
+            " features; name them in muon= or adamw="
+        )
+
+
+def _option_keys(
+    params: list[_Param], decisions: Mapping[str, Decision], options: Iterable[str]
+) -> dict[str, tuple[str, ...]]:
+    """The keys of `options` that reach each parameter, in the order in which they apply."""
+    keys: dict[str, tuple[str, ...]] = {}
+    by_rule = [key for key in options if key in RULES]
+    for fqn, decision in decisions.items():
+        keys[fqn] = tuple(key for key in by_rule if key == decision.rule)
+    for key in options:
+        for param in _matched(key, params) if key not in RULES else ():
+            keys[param.fqn] += (key,)
+    return keys
+
+
+def _group_name(decision: Decision, keys: Sequence[str], taken: Container[str]) -> str:
+    """A short name for logs: the rule, the names that options were given by, and a number."""
+    names = [key for key in keys if key not in RULES]
+    name = " ".join([decision.rule.removeprefix("override: "), *names])
+    numbered = (name if number == 1 else f"{name} {number}" for number in itertools.count(1))
+    return next(found for found in numbered if found not in taken)
+
+
+def _params(
+    model: nn.Module | Iterable[tuple[str, nn.Parameter]], *, find_input: bool
+) -> list[_Param]:
+    params, facts = read_model(model)
     return [
-        _Param(tuple(use.fqn for use in uses), uses[0].parameter, _default(uses, heads))
+        _Param(tuple(use.fqn for use in uses), uses[0].parameter, _default(uses, facts, find_input))
         for uses in params
     ]
 
 
-def _default(uses: list[Use], heads: Heads) -> Decision:
+def _default(uses: list[Use], facts: Facts, find_input: bool) -> Decision:
     """The decision for the first use, unless another use is as an embedding or a head."""
     rank = {"embedding": 0, "head": 1}
-    return min((_decision(use, heads) for use in uses), key=lambda found: rank.get(found.rule, 2))
+    found = [_decision(use, facts, find_input) for use in uses]
+    return min(found, key=lambda decision: rank.get(decision.rule, 2))
 
 
-def _decision(use: Use, heads: Heads) -> Decision:
+def _decision(use: Use, facts: Facts, find_input: bool) -> Decision:
     """AdamW for a reason, or Muon; either way split as an override to Muon would split it."""
     muon, shape = _muon_decision(use), use.parameter.shape
-    reason = role(use, heads)
-    if reason is None and muon.rule == "depthwise conv":
+    reason = role(use, facts, find_input=find_input)
+    if reason in (None, "input") and muon.rule == "depthwise conv":
         reason = muon.rule
-    if reason is None and (len(shape) < 2 or min(block_shape(shape, muon.split, muon.flatten)) < 2):
+    elif reason in (None, "input") and min(block_shape(shape, muon.split, muon.flatten)) < 2:
         reason = "vector"
     return muon._replace(use_muon=False, rule=reason) if reason else muon
 
@@ -133,9 +213,9 @@ def _muon_decision(use: Use) -> Decision:
     """How a parameter is seen as matrices, by the type of the module that holds it."""
     shape, flatten = tuple(use.parameter.shape), False
     rule, num = _fused(use)
-    if isinstance(use.module, _CONVS) and len(shape) > 2:
+    if isinstance(use.module, CONVS) and len(shape) > 2:
         rule, flatten, num = "conv", True, use.module.groups
-        if num > 1 and (shape[1] == 1 or shape[0] == num):
+        if num > 1 and shape[0] % num == 0 and (shape[1] == 1 or shape[0] == num):
             rule = "depthwise conv"
     fits = len(shape) > 1 and shape[0] % num == 0  # a parametrization may store another shape
     blocks = resolve_split(use.fqn, shape, Split.equal(num), flatten) if fits and num > 1 else None
