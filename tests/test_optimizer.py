@@ -185,13 +185,13 @@ def rows_of(optimizer):
 
 
 def test_r03_vectors_in_disguise_go_to_adamw_and_step():
-    model = Holder(a=(8, 1, 1), b=(1, 8), c=(8, 1), d=(1, 1, 8), e=(4, 4))
+    model = Holder(a=(8, 1, 1), b=(1, 8), c=(8, 1), d=(1, 1, 8), w=(4, 4))
     optimizer = dmuon.Muon(dmuon.param_groups(model))
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step()
     found = {name: row.algorithm for name, row in rows_of(optimizer).items()}
-    assert found == dict.fromkeys("abcd", "adamw") | {"e": "muon"}
+    assert found == dict.fromkeys("abcd", "adamw") | {"w": "muon"}
     assert optimizer.stats.ns_matrices == 1
 
 

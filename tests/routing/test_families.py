@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from dmuon.routing.rules import param_groups
+from tests.support.families_table import DOCS, format_table
 from tests.support.model_families import FAMILIES, tree
 
 HIDDEN = {"matrix", "conv", "stack", "fused qkv", "rnn gates"}
@@ -84,3 +85,8 @@ def test_routing_does_not_depend_on_wrappers(family):
 
 def test_there_are_enough_families():
     assert len({family.name for family in FAMILIES}) == len(FAMILIES) >= 40
+
+
+def test_the_table_in_the_docs_is_that_of_the_families():
+    renew = "run python -m tests.support.families_table to renew docs/routing.md"
+    assert format_table() in DOCS.read_text(), renew
