@@ -68,7 +68,7 @@ class Settings:
         if self.shard_state and self.process_group is None:
             raise ValueError("shard_state=True needs the process_group of the replicated tensors")
         if not (_in_range(self.bucket_bytes, math.inf) and self.bucket_bytes):
-            raise ValueError(f"bucket_cap_mb must be finite and > 0, got {self.bucket_bytes / MIB}")
+            raise ValueError(f"bucket_cap_mb must be > 0 and finite, got {self.bucket_bytes / MIB}")
         if self.nonfinite not in _NONFINITE:
             raise ValueError(f"nonfinite must be one of {_NONFINITE}, got {self.nonfinite!r}")
 

@@ -18,7 +18,7 @@ from dmuon.transport.groups import Groups
 from dmuon.transport.reduce import ABSENT, PRESENT, code_of, reduce_
 
 NamedTensors = Sequence[tuple[str, Tensor]]
-_ERRORS = {error.__name__: error for error in (TypeError, ValueError)}
+_ERRORS = {error.__name__: error for error in (RuntimeError, TypeError, ValueError)}
 
 
 def settle_gradients(
