@@ -230,9 +230,12 @@ class LocalBucket:
                 lr=members.group["lr"],
                 weight_decay=members.group["weight_decay"],
             )
-        for slab, update in zip(flat.slabs, updates, strict=True):
-            if slab.key:
-                self._state(slab, shards).copy_(update)
+        rows = [
+            (slab, update) for slab, update in zip(flat.slabs, updates, strict=True) if slab.key
+        ]
+        if rows:
+            states = [self._state(slab, shards) for slab, _ in rows]
+            torch._foreach_copy_(states, [update for _, update in rows])
 
     def collect(
         self,
