@@ -124,17 +124,16 @@ def by_hand(steps):
     for step in range(steps):
         for i, (name, weight) in enumerate(weights.items()):
             grad = seeded(tuple(weight.shape), 10, step, i)
-            flips[name] += state[name] * grad < 0
+            flips[name] += (state[name] * grad < 0).float()
             state[name] = 0.95 * state[name] + grad
             if name == "bias":
-                weight -= LR * state[name].sign()
+                weight.sub_(LR * state[name].sign())
                 continue
             damped = state[name].sign() / (1 + 0.25 * flips[name])
             ortho = dmuon.orthogonalize(damped)
             top[name] = torch.maximum(top[name], ortho.abs().amax(1, keepdim=True))
             scale = dmuon.lr_scale(None, tuple(weight.shape))
-            weight *= 1 - LR * 0.1
-            weight -= LR * scale * ortho / top[name].sqrt()
+            weight.mul_(1 - LR * 0.1).sub_(LR * scale * ortho / top[name].sqrt())
     return weights
 
 
