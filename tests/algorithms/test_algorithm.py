@@ -124,7 +124,7 @@ def by_hand(steps):
     for step in range(steps):
         for i, (name, weight) in enumerate(weights.items()):
             grad = seeded(tuple(weight.shape), 10, step, i)
-            flips[name] += state[name] * grad < 0
+            flips[name] += (state[name] * grad < 0).float()
             state[name] = 0.95 * state[name] + grad
             if name == "bias":
                 weight.sub_(LR * state[name].sign())

@@ -263,9 +263,10 @@ class LocalBucket:
                 sums.add(steps)
             else:
                 steps.take()
-        for slab, update in zip(flat.slabs, updates, strict=True):
-            if slab.key:
-                self._state(slab, shards).copy_(update)
+        pairs = zip(flat.slabs, updates, strict=True)
+        rows = [(self._state(slab, shards), update) for slab, update in pairs if slab.key]
+        if rows:
+            torch._foreach_copy_([state for state, _ in rows], [update for _, update in rows])
 
     def _steps(self, members: Members, updates: Sequence[Tensor], shards: Shards) -> Steps:
         params = shards.cut(members.slabs, shards.weights)
