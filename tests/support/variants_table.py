@@ -31,7 +31,8 @@ def table_row(algorithm: Algorithm) -> str:
     sums = algorithm.matrices.sums if algorithm.matrices else ()
     extra = [f"`{key}`, both ways" for key in lines]
     if sums:
-        extra.append(f"{len(sums)} numbers a matrix, added up by one collective a bucket")
+        numbers = "number" if len(sums) == 1 else "numbers"
+        extra.append(f"{len(sums)} {numbers} a matrix, added up by one collective a bucket")
     sent = "; ".join(extra) or ("nothing" if algorithm.matrices else "it sends nothing")
     return f"| `{algorithm.name}` | {state} | {options} | {sent} |"
 
