@@ -6,6 +6,7 @@ holds part of a model.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 import warnings
@@ -117,9 +118,10 @@ def clean_fqn(name: str) -> str:
     return ".".join(segment for segment in name.split(".") if segment not in _WRAPPERS)
 
 
-def words(name: str) -> set[str]:
+@functools.lru_cache(maxsize=4096)
+def words(name: str) -> frozenset[str]:
     """Return the words of a name in snake case, or of a class in camel case."""
-    return set(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().split("_"))
+    return frozenset(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().split("_"))
 
 
 def read_model(

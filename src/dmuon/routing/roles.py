@@ -22,21 +22,9 @@ _EMBEDDING_WORDS = {"emb", "embed", "embeds", "embedding", "embeddings"}
 _ADDED_WORDS = {"pos", "position", "positions", "positional", "rel", "relative"}
 
 _HEAD_WORDS = {
-    *(
-        "head",
-        "heads",
-        "classifier",
-        "classifiers",
-        "classif",
-        "last",
-        "cls",
-        "class",
-        "bbox",
-        "score",
-        "logits",
-    ),
+    *("head", "heads", "classifier", "classifiers", "classif", "cls", "class", "bbox", "score"),
     *("unembed", "unembedding", "predict", "pred", "prediction", "predictions", "predictor"),
-    *("out", "output", "outputs", "actor", "critic"),
+    *("logits", "out", "output", "outputs", "last", "actor", "critic"),
 }
 _HEADS_ANYWHERE = {"lm_head", "embed_out"}
 _INPUT_WORDS = {"input", "inputs", "patch", "patches", "patchify", "state", "stem"}
@@ -77,14 +65,10 @@ def role(use: Use, facts: Facts, *, find_input: bool) -> str | None:
         ("vector", _is_vector),
         ("table", _is_table),
         ("embedding", _is_embedding),
-        ("input", _is_input if find_input else _never),
+        *((("input", _is_input),) if find_input else ()),
         ("doubtful", _is_doubtful),
     )
     return next((name for name, holds in checks if holds(use, facts)), None)
-
-
-def _never(use: Use, facts: Facts) -> bool:
-    return False
 
 
 def _is_norm(use: Use, facts: Facts) -> bool:
@@ -93,7 +77,7 @@ def _is_norm(use: Use, facts: Facts) -> bool:
 
 def _is_bias(use: Use, facts: Facts) -> bool:
     # A layer called so adds what it gives: relative positions as one-hot vectors, say.
-    layer = words(use.path[-1].name) if use.is_map and use.path else set()
+    layer = words(use.path[-1].name) if use.is_map and use.path else frozenset()
     return "bias" in words(use.name) | layer
 
 
@@ -138,13 +122,13 @@ def _is_doubtful(use: Use, facts: Facts) -> bool:
     return not use.is_map and min(shape[-2:]) > 1 and not _is_map_name(words(use.name))
 
 
-def _is_map_name(own: set[str]) -> bool:
+def _is_map_name(own: frozenset[str]) -> bool:
     return bool(own & _MAP_WORDS) or any(map(_SHORT_MAP_WORD.match, own))
 
 
-def _holder_words(use: Use) -> set[str]:
+def _holder_words(use: Use) -> frozenset[str]:
     names = [*use.classes[:1], *(place.name for place in use.path[-1:])]
-    return set().union(*map(words, names))
+    return frozenset().union(*map(words, names))
 
 
 def _is_head(use: Use, facts: Facts) -> bool:
@@ -200,12 +184,13 @@ def _is_taken(use: Use, top: tuple[Place, ...], facts: Facts) -> bool:
     See [Note: inner and outer layers].
     """
     earlier = set(map(id, facts.earlier(use)))
+    gives = use.sizes[0]
     for other in facts.maps:
         together = other.path[:-1] == use.path[:-1] and use.path[-1].in_sequential
         inside = other.path[: len(top)] == top and not (together and id(other) in earlier)
         beside = other.path[:-1] == top[:-1] and id(other) not in earlier
-        takes_it = other.sizes[1] == use.sizes[0] and other.parameter is not use.parameter
-        if takes_it and (inside or beside):
+        is_other = other.parameter is not use.parameter
+        if (inside or beside) and is_other and other.sizes[1] == gives:
             return True
     return False
 
@@ -213,17 +198,16 @@ def _is_taken(use: Use, top: tuple[Place, ...], facts: Facts) -> bool:
 def _is_input(use: Use, facts: Facts) -> bool:
     if not use.is_map or use.module is None or not use.path:
         return False
-    earlier = list(facts.earlier(use))
-    if any(other.sizes[0] == use.sizes[1] for other in earlier):
+    by_type = isinstance(use.module, CONVS) and (use.sizes[1] <= 4 or _is_first(use, facts))
+    if not (by_type or _is_named_input(use)):
         return False
-    return _is_named_input(use) or (
-        isinstance(use.module, CONVS) and (use.sizes[1] <= 4 or _is_first(use, earlier))
-    )
+    return all(other.sizes[0] != use.sizes[1] for other in facts.earlier(use))
 
 
-def _is_first(use: Use, earlier: list[Use]) -> bool:
+def _is_first(use: Use, facts: Facts) -> bool:
     """Whether nothing is registered before a layer, and no number says that something was."""
-    return not earlier and not any(int(p.name) for p in use.path if p.name.isdecimal())
+    is_first = facts.maps[0].parameter is use.parameter
+    return is_first and not any(int(p.name) for p in use.path if p.name.isdecimal())
 
 
 def _is_named_input(use: Use) -> bool:
