@@ -82,8 +82,8 @@ def clip_grad_norm_(
         for number, group_ in enumerate(groups)
         for pair in zip(param_names(group_, number), group_["params"], strict=True)
     ]
-    _settle(named)
     process_group = getattr(optimizer_or_params, "process_group", None)
+    _settle(named, process_group)
     norm = _norm([param for _, param in named], norm_type, process_group, group)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
@@ -108,21 +108,22 @@ def _norm(
     return (total if math.isinf(norm_type) else total.pow(1 / norm_type)).float()
 
 
-def _settle(named: Iterable[tuple[str, Tensor]]) -> None:
+def _settle(named: Iterable[tuple[str, Tensor]], process_group: dist.ProcessGroup | None) -> None:
     """Add up gradients that are still `Partial`, in one order on all ranks.
 
-    Collective: all ranks of each mesh.
+    Collective: all ranks of each mesh, and of `process_group` if there are plain tensors.
     """
     members: dict[Domain, list[tuple[str, Tensor]]] = {}
     for name, param in sorted(named, key=lambda pair: pair[0]):
-        if isinstance(param, DTensor) and param.device_mesh.get_coordinate() is not None:
-            members.setdefault(tuple(sorted(ranks_of(param, None))), []).append((name, param))
+        if not isinstance(param, DTensor) or param.device_mesh.get_coordinate() is not None:
+            domain = tuple(sorted(ranks_of(param, process_group)))
+            members.setdefault(domain, []).append((name, param))
 
     def describe(domain: Domain) -> Description:
         return {name: (f"shape {tuple(param.shape)}", "") for name, param in members[domain]}
 
     groups = Groups.shared()
-    groups.adopt(param for pairs in members.values() for _, param in pairs)
+    groups.adopt((param for pairs in members.values() for _, param in pairs), process_group)
     settle_gradients(
         groups,
         dict(sorted(members.items(), key=lambda item: (len(item[0]), item[0]))),

@@ -54,6 +54,8 @@ def clip_layout(specs, muon, norm_type):
     # One for the norm; before it the hosts of each mesh agree on what is still to be added up.
     ranks = {mesh.mesh.flatten() for mesh in meshes.values() if mesh.get_coordinate() is not None}
     domains = {tuple(sorted(r.tolist())) for r in ranks if len(r) > 1}
+    if muon.get("process_group") and any(spec.mesh is None for spec in specs):
+        domains.add(tuple(range(dist.get_world_size())))
     return norm.item(), collectives.get_total_counts() - len(domains)
 
 

@@ -27,7 +27,7 @@ class StateKind(Enum):
         ELEMENTS: One value per element, in the dtype and layout of the parameter; sharded over
             replicas by `shard_state`.
         UPDATES: One value per element, laid out as updates are, which is as the parameter.
-        ROWS: One value per row of each matrix, in float32 at least; travels with the matrix.
+        ROWS: One value per row of each matrix, in float32; travels with the matrix.
         COLS: One value per column of each matrix, likewise.
         COUNT: One float32 number; for matrices, the number of this step, counted by the step.
     """
@@ -122,7 +122,7 @@ class Algorithm:
     def dtype_of(self, key: str, dtype: torch.dtype) -> torch.dtype:
         """The dtype of one state of a parameter of a dtype."""
         if self.state.get(key) in {StateKind.ROWS, StateKind.COLS}:
-            return at_least_float32(dtype)
+            return torch.float32
         return self.dtypes[key](dtype) if key in self.dtypes else dtype
 
     def keys(self, *kinds: StateKind) -> list[str]:
