@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from dmuon.plan.plan import Domain
-from dmuon.transport.groups import Groups
+from dmuon.transport.groups import Groups, host_device
 
 DIGEST_SIZE = 8
 
@@ -48,8 +48,9 @@ def maxima(groups: Groups, domain: Domain, values: Sequence[int]) -> list[int]:
     """
     if len(domain) == 1:
         return list(values)
-    tensor = torch.tensor(values, dtype=torch.uint8, device="cpu")
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=groups.host(domain))
+    group = groups.host(domain)
+    tensor = torch.tensor(values, dtype=torch.uint8, device=host_device(group))
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
     return tensor.tolist()
 
 

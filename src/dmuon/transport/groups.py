@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -49,20 +50,23 @@ class Groups:
         if domain not in self._groups:
             world = dist.group.WORLD
             is_world = world is not None and domain == tuple(range(world.size()))
-            self._groups[domain] = world if is_world and world is not None else _new(domain, None)
+            self._groups[domain] = world if is_world and world is not None else _new(domain)
         return self._groups[domain]
 
     def host(self, domain: Domain) -> dist.ProcessGroup:
-        """The group of a domain for tensors on the host: what the host decides, it agrees on there.
+        """The group of a domain in which hosts agree, with tensors on the host where it can be.
 
-        Waiting for it waits for other hosts, and never for a device.
+        Waiting for it then waits for other hosts, and never for a device. Part of a job whose
+        groups are all on devices has no such group, and none can be made safely: torch names
+        groups of some ranks by how many groups each rank is in already.
 
         Collective: all ranks of the domain, the first time.
         """
         if domain not in self._host_groups:
-            group = self.of(domain)
-            if "cpu" not in dist.get_backend_config(group):
-                group = _new(domain, "gloo")
+            group, world = self.of(domain), dist.group.WORLD
+            if group is world and world is not None and "cpu" not in dist.get_backend_config(world):
+                timeout = world.get_group_store().timeout  # type: ignore[attr-defined]
+                group = dist.new_group(backend="gloo", timeout=timeout)
             self._host_groups[domain] = group
         return self._host_groups[domain]
 
@@ -70,13 +74,22 @@ class Groups:
 _SHARED: weakref.WeakKeyDictionary[dist.ProcessGroup, Groups] = weakref.WeakKeyDictionary()
 
 
-def _new(domain: Domain, backend: str | None) -> dist.ProcessGroup:
+def host_device(group: dist.ProcessGroup) -> torch.device:
+    """Where the tensors of a group must be on which hosts agree: on the CPU if it takes those."""
+    backends = dist.get_backend_config(group)
+    if "cpu" in backends:
+        return torch.device("cpu")
+    kind = backends.split(":")[0]
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def _new(domain: Domain) -> dist.ProcessGroup:
     """Make a group; ranks outside the domain need not know of it."""
     world = dist.group.WORLD
     assert world is not None
     # torch would take half an hour, not what the user gave to `init_process_group`.
     timeout = world.get_group_store().timeout  # type: ignore[attr-defined]
     group: dist.ProcessGroup = dist.new_group(
-        list(domain), timeout=timeout, backend=backend, use_local_synchronization=True
+        list(domain), timeout=timeout, use_local_synchronization=True
     )
     return group
